@@ -1,0 +1,30 @@
+# What a contributor runs. `make ci` is what CI runs.
+
+GO ?= go
+TOOL = $(GO) tool -modfile=tools/go.mod
+
+.PHONY: test integration lint golden generate ci
+
+# The unit tests: no libvirt, no root, no network.
+test:
+	$(GO) test -race -shuffle=on -count=1 ./...
+
+# The same provider against real libvirtd, QEMU, OpenSSH and cloud-init. Needs root on Debian 12; the script installs
+# and starts what is missing, and touches nothing else of the host.
+integration:
+	internal/testhost/testhost.sh up
+	KVM2_REQUIRE_TESTHOST=1 $(GO) test -tags integration -count=1 -timeout 40m -run 'TestRealHost|TestQuickstart_RealHost' -v ./...
+
+lint:
+	$(TOOL) golangci-lint run --build-tags integration ./...
+
+# Write the golden files anew. Look at the difference before you commit it.
+golden:
+	$(GO) test . -update
+
+# Write the deep-copy functions anew.
+generate:
+	$(TOOL) controller-gen object paths=.
+
+ci:
+	.ci/run
