@@ -1,0 +1,237 @@
+package kvm2
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+)
+
+// imageName is how an image is called in a pool. Its bytes are in a data volume of one transfer attempt; a pointer
+// volume, whose backing store is that data volume, says that they are complete and verified. Creating the pointer is
+// atomic and exclusive, which publishes the image: libvirt can neither rename a volume nor tell a whole upload from a
+// truncated one.
+type imageName struct {
+	checksum string
+	pointer  string
+}
+
+func newImageName(scope, checksum string) imageName {
+	_, digest, _ := strings.Cut(checksum, ":")
+	return imageName{checksum: checksum, pointer: scope + "-image-" + digest}
+}
+
+// attempt is the name of a data volume. It is random, so that no two attempts write to one volume.
+func (n imageName) attempt() string {
+	var b [8]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return n.pointer + "-" + hex.EncodeToString(b[:])
+}
+
+func (n imageName) isAttempt(volume string) bool { return strings.HasPrefix(volume, n.pointer+"-") }
+
+// baseImage is a published image, as root disks need it.
+type baseImage struct {
+	path        string
+	format      string
+	virtualSize int64
+}
+
+// imageCache makes images available in the pool. Within the process an image is transferred once however many
+// machines wait for it.
+type imageCache struct {
+	cfg    Config
+	open   func(context.Context) (*session, error)
+	http   *http.Client
+	log    *slog.Logger
+	space  *reservations
+	slots  chan struct{} // one token for each transfer under way
+	ctx    context.Context
+	cancel context.CancelFunc
+
+	mu   sync.Mutex
+	jobs map[string]*imageJob // by checksum
+	wg   sync.WaitGroup
+}
+
+// imageJob is one image's transfer, under way or failed.
+type imageJob struct {
+	progress *progress
+	failures int
+	err      error     // of the last transfer; nil while one is under way
+	retry    time.Time // not before this may another begin
+}
+
+func newImageCache(cfg Config, open func(context.Context) (*session, error), client *http.Client, log *slog.Logger, space *reservations) *imageCache {
+	ctx, cancel := context.WithCancel(context.Background())
+	return &imageCache{
+		cfg: cfg, open: open, http: client, log: log, space: space,
+		slots: make(chan struct{}, cfg.Images.MaxTransfers),
+		ctx:   ctx, cancel: cancel, jobs: map[string]*imageJob{},
+	}
+}
+
+// close ends all transfers and waits until they have ended.
+func (c *imageCache) close() {
+	c.cancel()
+	c.wg.Wait()
+}
+
+// ensure returns the published image. While it is being transferred it returns the progress instead; when the
+// transfer failed, its error.
+func (c *imageCache) ensure(ctx context.Context, conn Conn, image Image) (baseImage, *ImageProgress, error) {
+	name := newImageName(c.cfg.Scope, image.Checksum)
+	base, err := c.lookup(ctx, conn, name)
+	if err == nil {
+		c.forget(name)
+		return base, nil, nil
+	}
+	if ClassOf(err) != ClassNotFound {
+		return baseImage{}, nil, err
+	}
+	progress, err := c.join(image, name)
+	return baseImage{}, progress, err
+}
+
+// lookup finds the published image; NotFound when it is not there. A pointer whose data volume is gone is no use to
+// anybody and is removed.
+func (c *imageCache) lookup(ctx context.Context, conn Conn, name imageName) (baseImage, error) {
+	pointer, err := conn.Volume(ctx, c.cfg.Pool, name.pointer)
+	if err != nil {
+		return baseImage{}, err
+	}
+	dataName := pointer.BackingPath[strings.LastIndexByte(pointer.BackingPath, '/')+1:]
+	if !name.isAttempt(dataName) {
+		return baseImage{}, permanent(ErrImage, "volume %q is no image of kvm2: its backing store is %q; remove it", name.pointer, clip(pointer.BackingPath))
+	}
+	if _, err := conn.Volume(ctx, c.cfg.Pool, dataName); err != nil {
+		if ClassOf(err) == ClassNotFound {
+			err = errors.Join(err, gone(conn.DeleteVolume(ctx, c.cfg.Pool, name.pointer)))
+		}
+		return baseImage{}, err
+	}
+	return baseImage{path: pointer.BackingPath, format: pointer.BackingFormat, virtualSize: pointer.CapacityBytes}, nil
+}
+
+// join starts the image's transfer or joins the one under way. After a failure it returns the error until it is time
+// to try again.
+func (c *imageCache) join(image Image, name imageName) (*ImageProgress, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.ctx.Err(); err != nil {
+		return nil, permanent(ErrClosed, "no transfer can be started")
+	}
+	job := c.jobs[name.checksum]
+	if job == nil {
+		job = &imageJob{}
+		c.jobs[name.checksum] = job
+	}
+	if job.err != nil && time.Now().Before(job.retry) {
+		return nil, fmt.Errorf("image: %w", job.err)
+	}
+	if job.progress == nil {
+		job.err = nil
+		job.progress = &progress{attempt: job.failures + 1}
+		c.wg.Go(func() { c.transfer(image, name, job) })
+	}
+	return job.progress.snapshot(), nil
+}
+
+// transfer runs one transfer to its end and keeps the outcome for the next Create.
+func (c *imageCache) transfer(image Image, name imageName, job *imageJob) {
+	ctx, cancel := context.WithTimeout(c.ctx, time.Duration(c.cfg.Images.Timeout))
+	defer cancel()
+	err := c.waitForSlot(ctx)
+	if err == nil {
+		t := &imageTransfer{imageCache: c, image: image, name: name, progress: job.progress}
+		err = t.run(ctx)
+		<-c.slots
+	}
+	c.space.release(name.pointer)
+
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	job.progress, job.err = nil, err
+	if err == nil {
+		delete(c.jobs, name.checksum)
+		return
+	}
+	job.failures++
+	job.retry = time.Now().Add(retryDelay(job.failures))
+	c.log.LogAttrs(ctx, slog.LevelWarn, "image transfer failed",
+		slog.String("image", name.checksum), slog.Int("failures", job.failures), slog.String("error", err.Error()))
+}
+
+func (c *imageCache) waitForSlot(ctx context.Context) error {
+	select {
+	case c.slots <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return transient(nil, "waiting for other image transfers: %w", context.Cause(ctx))
+	}
+}
+
+// retryDelay is how long a failure is reported before another transfer begins: 5 s, doubled with each failure, at
+// most 2 min.
+func retryDelay(failures int) time.Duration {
+	return min(retryTransient<<min(failures-1, 10), retryQuota)
+}
+
+// forget drops what is remembered of failures, once the image is there.
+func (c *imageCache) forget(name imageName) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if job := c.jobs[name.checksum]; job != nil && job.progress == nil {
+		delete(c.jobs, name.checksum)
+	}
+}
+
+// progress is an ImageProgress that several goroutines watch.
+type progress struct {
+	attempt int
+
+	mu    sync.Mutex
+	phase ImagePhase
+	done  int64
+	total int64
+}
+
+func (p *progress) enter(phase ImagePhase) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.phase = phase
+}
+
+func (p *progress) begin(total int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.phase, p.done, p.total = ImageTransferring, 0, total
+}
+
+func (p *progress) add(n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.done += int64(n)
+}
+
+func (p *progress) written() int64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.done
+}
+
+func (p *progress) snapshot() *ImageProgress {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	phase := p.phase
+	if phase == "" {
+		phase = ImageOpening
+	}
+	return &ImageProgress{Phase: phase, DoneBytes: p.done, TotalBytes: p.total, Attempt: p.attempt}
+}

@@ -1,0 +1,345 @@
+package kvm2
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
+	"time"
+
+	"libvirt.org/go/libvirtxml"
+)
+
+// Provider makes machines on one libvirt host. It is safe for concurrent use. Close it when it is no longer needed.
+type Provider struct {
+	cfg    Config // with its defaults
+	host   hostIdentity
+	conns  *connPool
+	images *imageCache
+	space  *reservations
+	locks  *keyedLock
+	mutate func(*libvirtxml.Domain)
+}
+
+// Option sets what a Config cannot hold.
+type Option func(*options)
+
+type options struct {
+	dialer Dialer
+	log    *slog.Logger
+	http   *http.Client
+	mutate func(*libvirtxml.Domain)
+}
+
+// WithDialer replaces the connection that Config.URI describes: by the fake, or by one of your own. URI is still
+// validated; it names the host.
+func WithDialer(d Dialer) Option { return func(o *options) { o.dialer = d } }
+
+// WithLogger sets where the Provider logs. Without it nothing is logged. Payloads and secrets never are.
+func WithLogger(l *slog.Logger) Option { return func(o *options) { o.log = l } }
+
+// WithHTTPClient sets the client that fetches images: for proxies, authentication or a private CA. Its Timeout
+// bounds a whole transfer and should be zero.
+func WithHTTPClient(c *http.Client) Option { return func(o *options) { o.http = c } }
+
+// WithDomainMutator edits every domain before it is defined. Name, UUID, kvm2's metadata and the files of kvm2's own
+// disks are put back afterwards, and libvirt validates the result against its schema. The mutator must give the same
+// domain the same edits each time, and may be called by several goroutines.
+func WithDomainMutator(mutate func(*libvirtxml.Domain)) Option {
+	return func(o *options) { o.mutate = mutate }
+}
+
+// New returns a Provider for the host that cfg names. It does not connect. Errors are of class Permanent,
+// ErrInvalidConfig; they name fields as kvm2.uri, kvm2.scope and so on.
+func New(cfg Config, opts ...Option) (*Provider, error) {
+	e, err := newEndpoint(cfg, opts)
+	if err != nil {
+		return nil, err
+	}
+	space := &reservations{}
+	return &Provider{
+		cfg:    e.cfg,
+		host:   e.host,
+		conns:  newConnPool(e.dial.open, e.cfg.MaxConnections, time.Duration(e.cfg.IdleTimeout)),
+		images: newImageCache(e.cfg, e.dial.open, e.http, e.log, space),
+		space:  space,
+		locks:  newKeyedLock(),
+		mutate: e.mutate,
+	}, nil
+}
+
+// endpoint is a host with the way to it, as Config and Options describe them.
+type endpoint struct {
+	options
+	cfg  Config // with its defaults
+	host hostIdentity
+	dial *decorator
+}
+
+func newEndpoint(cfg Config, opts []Option) (endpoint, error) {
+	if err := cfg.Validate("kvm2"); err != nil {
+		return endpoint{}, err
+	}
+	o := options{log: slog.New(slog.DiscardHandler), http: http.DefaultClient}
+	for _, opt := range opts {
+		opt(&o)
+	}
+	cfg = cfg.withDefaults()
+	uri, err := parseURI(cfg.URI)
+	if err != nil {
+		return endpoint{}, permanent(ErrInvalidConfig, "kvm2.uri: %w", err)
+	}
+	if o.dialer == nil {
+		o.dialer = &libvirtDialer{uri: uri}
+	}
+	host := hostIdentity{name: cfg.hostName(uri), systemDaemon: uri.isSystem()}
+	dial := &decorator{next: o.dialer, host: host.name, timeout: time.Duration(cfg.CallTimeout), log: o.log}
+	return endpoint{options: o, cfg: cfg, host: host, dial: dial}, nil
+}
+
+// Close ends image transfers under way and closes all connections. Calls that still run end with an error. It
+// returns when nothing of the Provider is left running.
+func (p *Provider) Close() error {
+	p.images.close()
+	p.conns.close()
+	return nil
+}
+
+// Create moves the machine that spec describes one step forward and reports it: a poll, to be repeated until State is
+// StateRunning. Its time is bounded; in particular it never waits for an image, but returns StateCreating with the
+// transfer's progress. Calling it again with the same spec is always safe. Machine.ID is known from the first call on,
+// also when the call fails, unless the spec is invalid.
+//
+// Errors: ErrInvalidSpec, ErrForeignOwner and ErrImage (Permanent), ErrQuotaExceeded (Quota), and what the host and
+// the way to it bring about. Never NotFound.
+func (p *Provider) Create(ctx context.Context, spec Spec) (Machine, error) {
+	plan, err := newPlan(p.host, p.cfg, spec)
+	if err != nil {
+		return Machine{}, fmt.Errorf("create machine %q: %w", clip(spec.Name), err)
+	}
+	m := plan.unborn()
+	err = p.exclusively(ctx, plan.uuid, func(conn Conn) error {
+		c := &creation{Provider: p, conn: conn, plan: plan}
+		m, err = c.run(ctx)
+		return err
+	})
+	if err != nil {
+		return m, fmt.Errorf("create machine %q: %w", plan.id, err)
+	}
+	return m, nil
+}
+
+// Get reports one machine. A machine that has volumes but no domain is StateCreating. Errors: ErrNotFound (NotFound)
+// only when the host was asked and has neither; ErrInvalidSpec for an ID that is not this Provider's;
+// ErrForeignOwner for a domain that is not a machine of this scope.
+func (p *Provider) Get(ctx context.Context, id string) (Machine, error) {
+	uuid, err := p.own(id)
+	if err != nil {
+		return Machine{}, fmt.Errorf("get machine: %w", err)
+	}
+	var m Machine
+	err = p.conns.with(ctx, func(conn Conn) error {
+		m, err = p.get(ctx, conn, id, uuid)
+		return err
+	})
+	if err != nil {
+		return Machine{}, fmt.Errorf("get machine %q: %w", id, err)
+	}
+	return m, nil
+}
+
+func (p *Provider) get(ctx context.Context, conn Conn, id string, uuid UUID) (Machine, error) {
+	d, err := conn.DomainByUUID(ctx, uuid)
+	if ClassOf(err) == ClassNotFound {
+		return p.getVolumes(ctx, conn, id, uuid, err)
+	}
+	if err != nil {
+		return Machine{}, err
+	}
+	md, err := guard(p.cfg.Scope, d)
+	if err != nil {
+		return Machine{}, err
+	}
+	m := machineOf(id, d, md)
+	return m, p.addAddresses(ctx, conn, d, md, &m)
+}
+
+// getVolumes reports a machine without a domain by its volumes; without those it does not exist.
+func (p *Provider) getVolumes(ctx context.Context, conn Conn, id string, uuid UUID, absent error) (Machine, error) {
+	names, err := conn.VolumeNames(ctx, p.cfg.Pool)
+	if err != nil {
+		return Machine{}, err
+	}
+	for _, name := range names {
+		if u, ok := machineOfVolume(p.cfg.Scope, name); ok && u == uuid {
+			return Machine{ID: id, UUID: uuid, State: StateCreating, Addresses: []Address{}}, nil
+		}
+	}
+	return Machine{}, absent
+}
+
+// Delete removes a machine: a poll, to be repeated until it returns nil, which means that nothing of the machine
+// remains. A machine that does not exist is nil. Errors: ErrInvalidSpec for an ID that is not this Provider's,
+// ErrForeignOwner (Permanent) for a domain that is not a machine of this scope, which is left untouched.
+func (p *Provider) Delete(ctx context.Context, id string) error {
+	uuid, err := p.own(id)
+	if err != nil {
+		return fmt.Errorf("delete machine: %w", err)
+	}
+	err = p.exclusively(ctx, uuid, func(conn Conn) error {
+		d := &deletion{Provider: p, conn: conn, uuid: uuid}
+		return d.run(ctx)
+	})
+	if err != nil {
+		return fmt.Errorf("delete machine %q: %w", id, err)
+	}
+	p.space.release(id)
+	return nil
+}
+
+// List reports every machine of the scope, sorted by name and ID, those included that have volumes but no domain
+// yet or any more. It is all of them or an error.
+func (p *Provider) List(ctx context.Context) ([]Machine, error) {
+	var machines []Machine
+	err := p.conns.with(ctx, func(conn Conn) (err error) {
+		machines, err = p.list(ctx, conn)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list machines of scope %q: %w", p.cfg.Scope, err)
+	}
+	return machines, nil
+}
+
+func (p *Provider) list(ctx context.Context, conn Conn) ([]Machine, error) {
+	// Volumes first: a machine created in between then appears with its domain, and one deleted in between may
+	// appear once more, but none is missed.
+	volumes, err := conn.VolumeNames(ctx, p.cfg.Pool)
+	if err != nil {
+		return nil, err
+	}
+	domains, err := conn.Domains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	machines, err := p.listed(domains)
+	if err != nil {
+		return nil, err
+	}
+	if err := p.addLeases(ctx, conn, machines); err != nil {
+		return nil, err
+	}
+	out := p.orphans(volumes, domains)
+	for _, l := range machines {
+		out = append(out, l.Machine)
+	}
+	slices.SortFunc(out, func(a, b Machine) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) })
+	return out, nil
+}
+
+// listedMachine is a machine with the metadata that its addresses are found by.
+type listedMachine struct {
+	Machine
+	md metadata
+}
+
+func (p *Provider) listed(domains []Domain) ([]listedMachine, error) {
+	var out []listedMachine
+	for _, d := range domains {
+		md, err := guard(p.cfg.Scope, d)
+		if err != nil && foreignInScope(p.cfg.Scope, d, err) {
+			return nil, err
+		}
+		if err == nil {
+			out = append(out, listedMachine{machineOf(p.id(d.UUID), d, md), md})
+		}
+	}
+	return out, nil
+}
+
+// orphans are the machines that have volumes but no domain.
+func (p *Provider) orphans(volumes []string, domains []Domain) []Machine {
+	seen := map[UUID]bool{}
+	for _, d := range domains {
+		seen[d.UUID] = true
+	}
+	out := []Machine{}
+	for _, name := range volumes {
+		uuid, ok := machineOfVolume(p.cfg.Scope, name)
+		if ok && !seen[uuid] {
+			seen[uuid] = true
+			out = append(out, Machine{ID: p.id(uuid), UUID: uuid, State: StateCreating, Addresses: []Address{}})
+		}
+	}
+	return out
+}
+
+// addLeases gives all machines the addresses of their DHCP leases, with one question to the host.
+func (p *Provider) addLeases(ctx context.Context, conn Conn, machines []listedMachine) error {
+	var networks []string
+	for _, m := range machines {
+		networks = append(networks, m.md.networks()...)
+	}
+	slices.Sort(networks)
+	if networks = slices.Compact(networks); len(networks) == 0 {
+		return nil
+	}
+	records, err := conn.Addresses(ctx, AddressQuery{Networks: networks})
+	if err != nil {
+		return err
+	}
+	for i, m := range machines {
+		if m.Libvirt.isActive() {
+			machines[i].Addresses = chooseAddresses(records, m.UUID, m.md.macs())
+		}
+	}
+	return nil
+}
+
+// addAddresses gives a running machine its addresses from every source.
+func (*Provider) addAddresses(ctx context.Context, conn Conn, d Domain, md metadata, m *Machine) error {
+	if !d.State.isActive() {
+		return nil
+	}
+	records, err := conn.Addresses(ctx, AddressQuery{Networks: md.networks(), Domains: []UUID{d.UUID}})
+	if err != nil {
+		return err
+	}
+	m.Addresses = chooseAddresses(records, d.UUID, md.macs())
+	return nil
+}
+
+// machineOf is the machine of a domain, without addresses.
+func machineOf(id string, d Domain, md metadata) Machine {
+	state, reason := machineState(md.Phase, d.State)
+	return Machine{
+		ID: id, UUID: d.UUID, Name: md.Name, OwnerUID: md.OwnerUID, Labels: md.labels(), CreatedAt: md.created(),
+		State: state, Reason: reason, Libvirt: d.State, Addresses: []Address{},
+	}
+}
+
+// own parses a provider ID of this host.
+func (p *Provider) own(id string) (UUID, error) {
+	parsed, err := ParseID(id)
+	if err != nil {
+		return UUID{}, err
+	}
+	if parsed.Host != p.host.name {
+		return UUID{}, invalidf("provider ID %q is of host %q, this is %q", id, parsed.Host, p.host.name)
+	}
+	return parsed.UUID, nil
+}
+
+func (p *Provider) id(uuid UUID) string { return ID{Host: p.host.name, UUID: uuid}.String() }
+
+// exclusively runs fn on a connection while no other Create or Delete of this Provider works on the same machine.
+func (p *Provider) exclusively(ctx context.Context, uuid UUID, fn func(Conn) error) error {
+	unlock, err := p.locks.lock(ctx, uuid)
+	if err != nil {
+		return transient(nil, "waiting for another call on this machine: %w", err)
+	}
+	defer unlock()
+	return p.conns.with(ctx, fn)
+}

@@ -1,0 +1,151 @@
+package kvm2
+
+import (
+	"net/netip"
+	"time"
+)
+
+// Spec says what machine Create shall make. Name, OwnerUID, Image, CPUs, MemoryBytes and RootDiskBytes are required.
+type Spec struct {
+	// Name names the machine within its scope and becomes its host name: a DNS label (RFC 1123), lower case,
+	// at most 63 characters.
+	Name string `json:"name"`
+	// OwnerUID is the unique ID of the object that the machine belongs to, for example the UID of a Kubernetes
+	// object: printable ASCII without spaces, at most 128 characters. The machine's UUID derives from it.
+	OwnerUID string `json:"ownerUID"`
+	// Labels are kept with the machine and come back with it: at most 64, keys up to 128 and values up to 256 bytes.
+	Labels map[string]string `json:"labels,omitempty"`
+
+	// Image is what the root disk starts from.
+	Image Image `json:"image"`
+	// CPUs is the number of virtual CPUs, 1 to 512.
+	CPUs int `json:"cpus"`
+	// MemoryBytes is the guest's memory in bytes, 64 MiB to 16 TiB, a multiple of 1 KiB.
+	MemoryBytes int64 `json:"memoryBytes"`
+	// RootDiskBytes is the size of the root disk in bytes: not smaller than the image's virtual size, at most 64 TiB.
+	RootDiskBytes int64 `json:"rootDiskBytes"`
+	// Disks are further, empty disks, in the order in which the guest sees them (vdb, vdc, ...): at most 16.
+	Disks []Disk `json:"disks,omitempty"`
+	// NICs are the network interfaces, at most 8. None means one interface on Config.Network.
+	NICs []NIC `json:"nics,omitempty"`
+	// Firmware chooses how the guest boots.
+	Firmware Firmware `json:"firmware,omitempty"`
+
+	// UserData is cloud-init's user-data, at most MaxUserDataBytes. It may hold secrets: it is never logged.
+	UserData []byte `json:"userData,omitempty"`
+	// VendorData is cloud-init's vendor-data, at most MaxUserDataBytes.
+	VendorData []byte `json:"vendorData,omitempty"`
+	// NetworkConfig replaces the network-config that kvm2 composes (DHCP on every interface, matched by MAC).
+	NetworkConfig []byte `json:"networkConfig,omitempty"`
+}
+
+// Image names a disk image and its checksum.
+type Image struct {
+	// URL is where the image is: http, https, or file with an absolute path on the machine that runs kvm2.
+	URL string `json:"url"`
+	// Checksum is "sha256:<hex>" or "sha512:<hex>" of the file at URL. It identifies the image in the cache.
+	Checksum string `json:"checksum"`
+}
+
+// Disk is an empty data disk.
+type Disk struct {
+	// Name is unique within the machine: a DNS label of at most 32 characters. It is also the disk's serial number,
+	// so that Linux guests find it under /dev/disk/by-id/virtio-<name>; only the first 20 characters show there.
+	Name string `json:"name"`
+	// SizeBytes is the size in bytes, 1 MiB to 64 TiB, a multiple of 512.
+	SizeBytes int64 `json:"sizeBytes"`
+}
+
+// NIC is a virtio network interface on a libvirt network.
+type NIC struct {
+	// Network is the libvirt network's name. Empty means Config.Network.
+	Network string `json:"network,omitempty"`
+}
+
+// Firmware is how a guest boots.
+type Firmware string
+
+// The firmwares. The zero value is the architecture's usual one: BIOS on x86_64, EFI on aarch64.
+const (
+	FirmwareDefault Firmware = ""
+	FirmwareBIOS    Firmware = "bios"
+	FirmwareEFI     Firmware = "efi"
+)
+
+// Machine is what kvm2 knows of one machine at one moment.
+type Machine struct {
+	// ID is the provider ID, kvm2://<host>/<uuid>. It is known from the first Create on and never changes.
+	ID string
+	// UUID is the domain's UUID.
+	UUID UUID
+	// Name, OwnerUID, Labels and CreatedAt come from the domain's metadata. They are empty in what Get and List
+	// report of a machine that has volumes but no domain: volumes carry no metadata.
+	Name      string
+	OwnerUID  string
+	Labels    map[string]string
+	CreatedAt time.Time
+
+	// State is the machine's state, Reason says why in one word (for example "IOError"); Libvirt is the pair of
+	// numbers it was mapped from.
+	State   State
+	Reason  string
+	Libvirt LibvirtState
+
+	// Addresses are the guest's addresses without loopback and link-local ones, sorted; empty while none is known.
+	// List knows those from DHCP leases only; Get and Create also ask the guest agent and the host's ARP table.
+	Addresses []Address
+	// Drifted is set by Create when the hardware that Spec asks for differs from what the machine was created with.
+	// Get and List have no Spec to compare with and leave it false.
+	Drifted bool
+	// Image is the progress of the image transfer that the machine waits for; nil when it waits for none.
+	Image *ImageProgress
+}
+
+// LibvirtState is a domain's state and reason as libvirt numbers them (virDomainState and the reason enumeration
+// of that state). Both are zero when there is no domain.
+type LibvirtState struct {
+	State  int
+	Reason int
+}
+
+// Address is one address of a guest.
+type Address struct {
+	IP netip.Addr
+	// MAC is the interface's hardware address, lower case with colons.
+	MAC string
+	// Source says who reported the address.
+	Source AddressSource
+}
+
+// AddressSource is where an address is known from.
+type AddressSource string
+
+// The sources of addresses, in the order in which they are believed.
+const (
+	SourceAgent AddressSource = "agent"
+	SourceLease AddressSource = "lease"
+	SourceARP   AddressSource = "arp"
+)
+
+// ImageProgress is how far an image transfer is.
+type ImageProgress struct {
+	// Phase is what is being done.
+	Phase ImagePhase
+	// DoneBytes have been sent to the host in this attempt.
+	DoneBytes int64
+	// TotalBytes is the file's size; 0 while it is unknown.
+	TotalBytes int64
+	// Attempt counts from 1.
+	Attempt int
+}
+
+// ImagePhase is a step of an image transfer.
+type ImagePhase string
+
+// The phases of an image transfer, in order.
+const (
+	ImageOpening      ImagePhase = "opening"
+	ImageTransferring ImagePhase = "transferring"
+	ImageVerifying    ImagePhase = "verifying"
+	ImagePublishing   ImagePhase = "publishing"
+)
