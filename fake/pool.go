@@ -1,0 +1,117 @@
+package fake
+
+import (
+	"maps"
+	"path"
+	"slices"
+
+	"github.com/kvm2/kvm2"
+)
+
+// A pool is a storage pool: a directory, and what the pool knows of it.
+type pool struct {
+	name   string
+	path   string
+	active bool
+
+	capacity int64
+	filler   int64            // bytes that others take up on the same file system
+	files    map[string]*file // the directory
+	unlinked []*file          // deleted, but still open
+
+	volumes  map[string]*volume
+	reported figures
+}
+
+// figures are what a pool last found out about its file system.
+type figures struct{ capacity, allocated, available int64 }
+
+func newPool(s poolSetting) *pool {
+	p := &pool{
+		name: s.name, path: "/var/lib/libvirt/pools/" + s.name, active: true, capacity: s.capacity,
+		files: map[string]*file{}, volumes: map[string]*volume{},
+	}
+	if s.name == "default" {
+		p.path = "/var/lib/libvirt/images"
+	}
+	p.refresh()
+	return p
+}
+
+func (h *Host) poolNamed(name string) (*pool, error) {
+	p := h.pools[name]
+	if p == nil {
+		return nil, answer(codeNoPool, "Storage pool not found: no storage pool with matching name '%s'", name)
+	}
+	return p, nil
+}
+
+func (h *Host) activePool(name string) (*pool, error) {
+	p, err := h.poolNamed(name)
+	if err != nil {
+		return nil, err
+	}
+	if !p.active {
+		return nil, invalidOperation("storage pool '%s' is not active", name)
+	}
+	return p, nil
+}
+
+func (p *pool) seen() kvm2.Pool {
+	return kvm2.Pool{
+		Name: p.name, Active: p.active, TargetPath: p.path,
+		CapacityBytes: p.reported.capacity, AllocatedBytes: p.reported.allocated, AvailableBytes: p.reported.available,
+	}
+}
+
+// used is what really is taken of the file system. A deleted file takes up space until the last guest closes it.
+func (p *pool) used() int64 {
+	p.unlinked = slices.DeleteFunc(p.unlinked, func(f *file) bool { return f.opened == 0 })
+	used := p.filler
+	for _, f := range p.files {
+		used += f.allocated()
+	}
+	for _, f := range p.unlinked {
+		used += f.allocated()
+	}
+	return used
+}
+
+func (p *pool) free() int64 { return max(0, p.capacity-p.used()) }
+
+// refresh looks at the directory and the file system again.
+func (p *pool) refresh() {
+	p.volumes = map[string]*volume{}
+	for name, f := range p.files {
+		p.volumes[name] = &volume{name: name, head: probe(f)}
+	}
+	p.measure()
+}
+
+func (p *pool) measure() {
+	p.reported = figures{p.capacity, min(p.used(), p.capacity), p.free()}
+}
+
+func (p *pool) pathOf(name string) string { return path.Join(p.path, name) }
+
+// fileAt finds a file by its path.
+func (h *Host) fileAt(where string) *file {
+	for _, p := range h.pools {
+		if p.path == path.Dir(where) {
+			return p.files[path.Base(where)]
+		}
+	}
+	return nil
+}
+
+// unlink takes a name out of the directory.
+func (p *pool) unlink(name string) {
+	f := p.files[name]
+	if f == nil {
+		return
+	}
+	delete(p.files, name)
+	p.unlinked = append(p.unlinked, f)
+}
+
+func (p *pool) volumeNames() []string { return slices.Sorted(maps.Keys(p.volumes)) }
