@@ -1,0 +1,58 @@
+//go:build integration
+
+package kvm2test_test
+
+import (
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvm2/kvm2"
+	"github.com/kvm2/kvm2/internal/testhost"
+	"github.com/kvm2/kvm2/kvm2test"
+)
+
+// Both suites run on a real host as they do on the fake, so that the fake cannot drift from it.
+
+func TestRealHost_SeamConforms(t *testing.T) {
+	h := testhost.Require(t)
+	for name, uri := range map[string]string{"unix": h.UnixURI, "ssh": h.SSHURI} {
+		t.Run(name, func(t *testing.T) {
+			dialer, err := kvm2.NewDialer(uri)
+			if err != nil {
+				t.Fatal(err)
+			}
+			kvm2test.TestSeam(t, dialer, kvm2test.Caps{Prefix: "kvm2-it-seam", Pool: h.Pool, Network: h.Network})
+		})
+	}
+}
+
+func TestRealHost_ProviderConforms(t *testing.T) {
+	h := testhost.Require(t)
+	for name, uri := range map[string]string{"unix": h.UnixURI, "ssh": h.SSHURI} {
+		t.Run(name, func(t *testing.T) {
+			cfg := kvm2.Config{URI: uri, Scope: "kvm2-it-contract", Pool: h.Pool, Network: h.Network, DomainType: "qemu"}
+			t.Cleanup(func() { removeImages(t, h.Pool, cfg.Scope) })
+			kvm2test.TestProvider(t, providerFactory(t, cfg, 100*time.Millisecond))
+		})
+	}
+}
+
+// removeImages removes the scope's cached image, which deleting machines leaves.
+func removeImages(t *testing.T, pool, scope string) {
+	t.Helper()
+	out, err := exec.Command("virsh", "-q", "-c", "qemu:///system", "vol-list", pool).CombinedOutput()
+	if err != nil {
+		t.Errorf("virsh vol-list: %v: %s", err, out)
+	}
+	for line := range strings.Lines(string(out)) {
+		fields := strings.Fields(line)
+		if len(fields) == 0 || !strings.HasPrefix(fields[0], scope+"-") {
+			continue
+		}
+		if out, err := exec.Command("virsh", "-q", "-c", "qemu:///system", "vol-delete", fields[0], pool).CombinedOutput(); err != nil {
+			t.Errorf("virsh vol-delete %s: %v: %s", fields[0], err, out)
+		}
+	}
+}
