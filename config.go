@@ -28,7 +28,7 @@ type Config struct {
 	Scope string `json:"scope"`
 	// Host is the host's name in provider IDs, errors and logs. Default: the host in URI, or "localhost".
 	// It must not change while machines exist.
-	// +kubebuilder:validation:Pattern=`^[A-Za-z0-9]([A-Za-z0-9._:-]{0,251}[A-Za-z0-9])?$`
+	// +kubebuilder:validation:Pattern=`^(::)?[A-Za-z0-9]([A-Za-z0-9._:-]{0,251}[A-Za-z0-9])?$`
 	Host string `json:"host,omitempty"`
 
 	// Pool is the storage pool for volumes and images. Default "default".

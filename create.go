@@ -174,10 +174,13 @@ func (c *creation) makeDisk(ctx context.Context, name, xml string, want Volume) 
 	if err != nil {
 		return lookAgain(err, "volume %q", name)
 	}
-	if v.CapacityBytes != want.CapacityBytes || v.BackingPath != want.BackingPath {
-		return invalidf("volume %q was begun with another size or image: it is removed, create the machine anew", name)
+	if v.CapacityBytes == want.CapacityBytes && v.BackingPath == want.BackingPath {
+		return nil
 	}
-	return nil
+	if v.unfinished() {
+		return transient(ErrConflict, "volume %q is just being made by another process", name)
+	}
+	return invalidf("volume %q was begun with another size or image: it is removed, create the machine anew", name)
 }
 
 // createVolume makes a volume. A file that the pool has not noticed is looked for once: whoever made it, under this
@@ -306,11 +309,12 @@ func (c *creation) settle(ctx context.Context, d Domain, md *metadata) error {
 
 // whole reports whether all volumes of the machine exist.
 func (c *creation) whole(ctx context.Context) (bool, error) {
-	names, err := c.conn.VolumeNames(ctx, c.cfg.Pool)
-	if err != nil {
-		return false, err
+	for _, name := range c.plan.volumes() {
+		if _, err := c.conn.Volume(ctx, c.cfg.Pool, name); err != nil {
+			return false, gone(err)
+		}
 	}
-	return !slices.ContainsFunc(c.plan.volumes(), func(v string) bool { return !slices.Contains(names, v) }), nil
+	return true, nil
 }
 
 // abandon cleans up after an error that trying again cannot mend, when there is no domain: the machine's own

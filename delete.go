@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+
+	libvirt "github.com/digitalocean/go-libvirt"
 )
 
 // deletion is one Delete call at work.
@@ -72,21 +74,19 @@ func endDomain(ctx context.Context, conn Conn, d Domain) error {
 
 // destroyDomain asks a running domain to end, and kills it when that does not help.
 func destroyDomain(ctx context.Context, conn Conn, uuid UUID) error {
-	err := conn.DestroyDomain(ctx, uuid, DestroyGraceful)
-	if err == nil || ClassOf(err) == ClassNotFound {
-		return nil
-	}
-	if !isLibvirtAnswer(err) {
+	err := ended(conn.DestroyDomain(ctx, uuid, DestroyGraceful))
+	if err == nil || !isLibvirtAnswer(err) {
 		return err
 	}
-	d, lookErr := conn.DomainByUUID(ctx, uuid)
-	if lookErr != nil {
-		return gone(lookErr)
+	return ended(conn.DestroyDomain(ctx, uuid, DestroyForced))
+}
+
+// ended takes it for success that a domain to be destroyed does not run any more.
+func ended(err error) error {
+	if e, ok := errors.AsType[*LibvirtError](err); ok && e.Code == int(libvirt.ErrOperationInvalid) {
+		return nil
 	}
-	if !d.State.isActive() {
-		return nil // it had ended by itself
-	}
-	return gone(conn.DestroyDomain(ctx, uuid, DestroyForced))
+	return gone(err)
 }
 
 // removeVolumes removes a machine's volumes from a pool, the root disk last: as long as it is there, the machine is

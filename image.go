@@ -106,6 +106,9 @@ func (c *imageCache) lookup(ctx context.Context, conn Conn, name imageName) (bas
 	if err != nil {
 		return baseImage{}, err
 	}
+	if pointer.unfinished() {
+		return baseImage{}, transient(ErrConflict, "volume %q is just being made by another process", name.pointer)
+	}
 	dataName := pointer.BackingPath[strings.LastIndexByte(pointer.BackingPath, '/')+1:]
 	if !name.isAttempt(dataName) {
 		return baseImage{}, permanent(ErrImage, "volume %q is no image of kvm2: its backing store is %q; remove it", name.pointer, clip(pointer.BackingPath))

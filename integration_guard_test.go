@@ -254,6 +254,9 @@ func racingCreators(t *testing.T, h testhost.Host, uri, scope string) {
 			}
 			wantMachineVolumes(t, h, scope, spec)
 			wantDisksInUse(t, h, scope+"-"+tt.name, 3)
+			if stored := virsh(t, "dumpxml", scope+"-"+tt.name, "--inactive"); !strings.Contains(stored, `phase="started"`) {
+				t.Errorf("the stored configuration does not say that the machine was started:\n%s", stored)
+			}
 
 			raceProviders(t, providers, func(p *kvm2.Provider) (string, error) { return "", deleteUntilGone(t.Context(), p, ids[0]) })
 			wantNothingLeft(t, h, scope, scope+"-"+tt.name, kvm2.MachineUUID(scope, spec.OwnerUID))

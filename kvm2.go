@@ -75,6 +75,7 @@ type endpoint struct {
 	options
 	cfg  Config // with its defaults
 	host hostIdentity
+	ssh  bool // connections go over SSH
 	dial *decorator
 }
 
@@ -91,12 +92,13 @@ func newEndpoint(cfg Config, opts []Option) (endpoint, error) {
 	if err != nil {
 		return endpoint{}, permanent(ErrInvalidConfig, "kvm2.uri: %w", err)
 	}
+	ssh := false
 	if o.dialer == nil {
-		o.dialer = &libvirtDialer{uri: uri}
+		o.dialer, ssh = &libvirtDialer{uri: uri}, uri.transport == "ssh"
 	}
 	host := hostIdentity{name: cfg.hostName(uri), systemDaemon: uri.isSystem()}
 	dial := &decorator{next: o.dialer, host: host.name, timeout: time.Duration(cfg.CallTimeout), log: o.log}
-	return endpoint{options: o, cfg: cfg, host: host, dial: dial}, nil
+	return endpoint{options: o, cfg: cfg, host: host, ssh: ssh, dial: dial}, nil
 }
 
 // Close ends image transfers under way and closes all connections. Calls that still run end with an error. It
@@ -224,7 +226,7 @@ func (p *Provider) list(ctx context.Context, conn Conn) ([]Machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	machines, err := p.listed(domains)
+	machines, err := p.listed(domains, volumes)
 	if err != nil {
 		return nil, err
 	}
@@ -245,15 +247,24 @@ type listedMachine struct {
 	md metadata
 }
 
-func (p *Provider) listed(domains []Domain) ([]listedMachine, error) {
+// listed are the machines that have a domain. A domain that has a machine's UUID and volumes, or its name, but not its
+// metadata is an error: the list would not be whole without it.
+func (p *Provider) listed(domains []Domain, volumes []string) ([]listedMachine, error) {
+	owns := map[UUID]bool{}
+	for _, name := range volumes {
+		if uuid, ok := machineOfVolume(p.cfg.Scope, name); ok {
+			owns[uuid] = true
+		}
+	}
 	var out []listedMachine
 	for _, d := range domains {
 		md, err := guard(p.cfg.Scope, d)
-		if err != nil && foreignInScope(p.cfg.Scope, d, err) {
-			return nil, err
-		}
 		if err == nil {
 			out = append(out, listedMachine{machineOf(p.id(d.UUID), d, md), md})
+			continue
+		}
+		if owns[d.UUID] || foreignInScope(p.cfg.Scope, d, err) {
+			return nil, err
 		}
 	}
 	return out, nil

@@ -197,7 +197,11 @@ func (c *libvirtConn) Domains(ctx context.Context) ([]Domain, error) {
 		for i, r := range records {
 			calls = append(calls, func() (err error) {
 				domains[i] = Domain{Name: r.Dom.Name, UUID: UUID(r.Dom.UUID), State: statsState(r.Params)}
-				domains[i].Metadata, present[i], err = c.metadata(r.Dom)
+				domains[i].Metadata, err = c.metadata(r.Dom)
+				if isCode(err, libvirt.ErrNoDomain) {
+					return nil // it has gone meanwhile
+				}
+				present[i] = true
 				return err
 			})
 		}
@@ -234,16 +238,13 @@ func statsState(params []libvirt.TypedParam) LibvirtState {
 	return s
 }
 
-// metadata reads a domain's kvm2 metadata; present is false when the domain has gone.
-func (c *libvirtConn) metadata(d libvirt.Domain) (xml string, present bool, err error) {
-	xml, err = c.client.DomainGetMetadata(d, int32(libvirt.DomainMetadataElement), libvirt.OptString{MetadataNamespace}, libvirt.DomainAffectCurrent)
-	switch {
-	case isCode(err, libvirt.ErrNoDomainMetadata):
-		return "", true, nil
-	case isCode(err, libvirt.ErrNoDomain):
-		return "", false, nil
+// metadata reads a domain's kvm2 metadata; empty when it has none.
+func (c *libvirtConn) metadata(d libvirt.Domain) (string, error) {
+	xml, err := c.client.DomainGetMetadata(d, int32(libvirt.DomainMetadataElement), libvirt.OptString{MetadataNamespace}, libvirt.DomainAffectCurrent)
+	if isCode(err, libvirt.ErrNoDomainMetadata) {
+		return "", nil
 	}
-	return xml, true, err
+	return xml, err
 }
 
 func (c *libvirtConn) DomainByName(ctx context.Context, name string) (Domain, error) {
@@ -260,7 +261,9 @@ func (c *libvirtConn) DomainByUUID(ctx context.Context, uuid UUID) (Domain, erro
 	return fetch(ctx, c, func() (Domain, error) { return c.domain(libvirt.UUID(uuid)) })
 }
 
-// domain asks for all of a domain in one round trip. libvirt finds domains by UUID alone.
+// domain asks for all of a domain in one round trip. libvirt finds domains by UUID alone. The answers may be of
+// different moments: a domain that only one of them does not find is just being defined or has just gone, and counts
+// as absent; it must not look like one without metadata.
 func (c *libvirtConn) domain(uuid libvirt.UUID) (Domain, error) {
 	ref := libvirt.Domain{UUID: uuid}
 	out := Domain{UUID: UUID(uuid)}
@@ -276,7 +279,7 @@ func (c *libvirtConn) domain(uuid libvirt.UUID) (Domain, error) {
 			return err
 		},
 		func() (err error) {
-			out.Metadata, _, err = c.metadata(ref)
+			out.Metadata, err = c.metadata(ref)
 			return err
 		},
 	)

@@ -524,6 +524,7 @@ func TestList_AllOrAnError(t *testing.T) {
 
 func TestList_UnreadableMachineIsAnErrorAndNotLeftOut(t *testing.T) {
 	for name, metadata := range map[string]string{
+		"no metadata":                        "",
 		"metadata that are no kvm2 metadata": "<machine/>",
 		"another version":                    "<machine version='2' scope='lab'/>",
 	} {

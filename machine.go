@@ -6,6 +6,8 @@ import (
 )
 
 // Spec says what machine Create shall make. Name, OwnerUID, Image, CPUs, MemoryBytes and RootDiskBytes are required.
+//
+// +kubebuilder:object:generate=true
 type Spec struct {
 	// Name names the machine within its scope and becomes its host name: a DNS label (RFC 1123), lower case,
 	// at most 63 characters.
@@ -18,7 +20,7 @@ type Spec struct {
 
 	// Image is what the root disk starts from.
 	Image Image `json:"image"`
-	// CPUs is the number of virtual CPUs, 1 to 512.
+	// CPUs is the number of virtual CPUs: 1 to 255 on x86_64, to 512 on aarch64.
 	CPUs int `json:"cpus"`
 	// MemoryBytes is the guest's memory in bytes, 64 MiB to 16 TiB, a multiple of 1 KiB.
 	MemoryBytes int64 `json:"memoryBytes"`
@@ -40,6 +42,8 @@ type Spec struct {
 }
 
 // Image names a disk image and its checksum.
+//
+// +kubebuilder:object:generate=true
 type Image struct {
 	// URL is where the image is: http, https, or file with an absolute path on the machine that runs kvm2.
 	URL string `json:"url"`
@@ -48,6 +52,8 @@ type Image struct {
 }
 
 // Disk is an empty data disk.
+//
+// +kubebuilder:object:generate=true
 type Disk struct {
 	// Name is unique within the machine: a DNS label of at most 32 characters. It is also the disk's serial number,
 	// so that Linux guests find it under /dev/disk/by-id/virtio-<name>; only the first 20 characters show there.
@@ -57,6 +63,8 @@ type Disk struct {
 }
 
 // NIC is a virtio network interface on a libvirt network.
+//
+// +kubebuilder:object:generate=true
 type NIC struct {
 	// Network is the libvirt network's name. Empty means Config.Network.
 	Network string `json:"network,omitempty"`

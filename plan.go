@@ -28,6 +28,9 @@ func newPlan(h hostIdentity, c Config, s Spec) (plan, error) {
 	if s.Firmware == FirmwareBIOS && c.Arch == archARM {
 		return plan{}, invalidf("firmware: %q: %s has no BIOS; want %q", s.Firmware, c.Arch, FirmwareEFI)
 	}
+	if s.CPUs > maxX86CPUs && c.Arch == archX86 {
+		return plan{}, invalidf("cpus: %d: want at most %d on %s", s.CPUs, maxX86CPUs, c.Arch)
+	}
 	hash, err := specHash(s)
 	if err != nil {
 		return plan{}, err
@@ -41,6 +44,10 @@ func newPlan(h hostIdentity, c Config, s Spec) (plan, error) {
 		systemDaemon: h.systemDaemon,
 	}, nil
 }
+
+// maxX86CPUs is how many CPUs an x86 guest can have without an IOMMU that extends interrupt IDs beyond 8 bits, which
+// kvm2's domains do not have (https://libvirt.org/formatdomain.html#iommu-devices).
+const maxX86CPUs = 255
 
 // hostIdentity is what a Provider knows of its host from the Config alone.
 type hostIdentity struct {

@@ -256,3 +256,21 @@ func TestLibvirtState_ActiveMeansThereIsAProcess(t *testing.T) {
 		}
 	}
 }
+
+func TestEndDomain_WhatHasAProcessIsDestroyedFirst(t *testing.T) {
+	id := keyA.String()
+	for state := range 8 {
+		c := &stubConn{}
+		d := Domain{UUID: keyA, State: LibvirtState{State: state}}
+		if err := endDomain(t.Context(), c, d); err != nil {
+			t.Fatal(err)
+		}
+		want := []string{"UndefineDomain " + id}
+		if d.State.isActive() {
+			want = []string{"graceful " + id, "UndefineDomain " + id}
+		}
+		if diff := cmp.Diff(want, c.calls); diff != "" {
+			t.Errorf("calls for a domain in state %d differ (-want +got):\n%s", state, diff)
+		}
+	}
+}

@@ -62,9 +62,9 @@ type sweepWorld struct {
 	id   string
 }
 
-func newSweepWorld(t *testing.T) *sweepWorld {
-	t.Helper()
-	url, sum := sweepImage(t)
+func newSweepWorld(tb testing.TB) *sweepWorld {
+	tb.Helper()
+	url, sum := sweepImage(tb)
 	spec := kvm2.Spec{
 		Name: "web-1", OwnerUID: "owner-1", Image: kvm2.Image{URL: url, Checksum: sum},
 		CPUs: 1, MemoryBytes: 256 * mib, RootDiskBytes: 2 * gib, Disks: []kvm2.Disk{{Name: "data", SizeBytes: 8 * mib}},
@@ -75,25 +75,25 @@ func newSweepWorld(t *testing.T) *sweepWorld {
 
 const mib, gib = int64(1) << 20, int64(1) << 30
 
-func sweepImage(t *testing.T) (url, checksum string) {
-	t.Helper()
+func sweepImage(tb testing.TB) (url, checksum string) {
+	tb.Helper()
 	image, err := qcow2.MinimalImage(gib)
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
-	path := filepath.Join(t.TempDir(), "image.qcow2")
+	path := filepath.Join(tb.TempDir(), "image.qcow2")
 	if err := os.WriteFile(path, image, 0o600); err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	sum := sha256.Sum256(image)
 	return "file://" + path, "sha256:" + hex.EncodeToString(sum[:])
 }
 
-func (w *sweepWorld) provider(t *testing.T) *kvm2.Provider {
-	t.Helper()
+func (w *sweepWorld) provider(tb testing.TB) *kvm2.Provider {
+	tb.Helper()
 	p, err := kvm2.New(kvm2.Config{URI: "qemu:///system", Scope: "sweep"}, kvm2.WithDialer(w.host))
 	if err != nil {
-		t.Fatal(err)
+		tb.Fatal(err)
 	}
 	return p
 }
@@ -137,20 +137,20 @@ func closeProvider(t *testing.T, p *kvm2.Provider) {
 }
 
 // pollUntilDone polls as a controller does: it waits as long as an error says.
-func pollUntilDone(t *testing.T, w *sweepWorld, p *kvm2.Provider, poll func(context.Context, *sweepWorld, *kvm2.Provider) (bool, error)) {
-	t.Helper()
+func pollUntilDone(tb testing.TB, w *sweepWorld, p *kvm2.Provider, poll func(context.Context, *sweepWorld, *kvm2.Provider) (bool, error)) {
+	tb.Helper()
 	var err error
 	for range 200 {
 		var done bool
-		if done, err = poll(t.Context(), w, p); done {
+		if done, err = poll(tb.Context(), w, p); done {
 			return
 		}
 		if errors.Is(err, errSweep) || kvm2.ClassOf(err) == kvm2.ClassPermanent {
-			t.Fatalf("polling ended with %v", err)
+			tb.Fatalf("polling ended with %v", err)
 		}
 		time.Sleep(max(time.Second, kvm2.RetryAfter(err))) // in the bubble
 	}
-	t.Fatalf("not done after 200 polls; the last error: %v\n%s", err, w.host.Dump())
+	tb.Fatalf("not done after 200 polls; the last error: %v\n%s", err, w.host.Dump())
 }
 
 // pollUntilStruck polls with faults about, until each has struck or the job is done.

@@ -35,6 +35,13 @@ func isMachinePart(part string) bool {
 	return part == volumeRoot || part == volumeSeed || strings.HasPrefix(part, volumeData)
 }
 
+// unfinished reports whether somebody's call is still making the volume. libvirt lists it from the beginning; as long
+// as the file has no header it calls it qcow2, as it was told to make it, but takes the file's size for the disk's. A
+// file that stays like that because the host died is raw for the next daemon.
+func (v Volume) unfinished() bool {
+	return v.Format == "qcow2" && v.CapacityBytes == v.PhysicalBytes
+}
+
 // overlayXML describes a qcow2 volume on top of another. libvirt makes version 0.10 unless it is told otherwise.
 func overlayXML(name string, capacity int64, backingPath, backingFormat string) (string, error) {
 	v := qcow2Volume(name, capacity)

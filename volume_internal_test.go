@@ -1,6 +1,8 @@
 package kvm2
 
 import (
+	"context"
+	"slices"
 	"strings"
 	"testing"
 
@@ -160,5 +162,59 @@ func TestImageName_AttemptsAreDistinctAndTellTheirImage(t *testing.T) {
 	longer := newImageName("prod", "sha512:"+strings.Repeat(testChecksum[len("sha256:"):], 2))
 	if n.isAttempt(longer.pointer) || n.isAttempt(longer.attempt()) {
 		t.Errorf("%q is taken for an attempt of %q", longer.attempt(), n.pointer)
+	}
+}
+
+// volumesConn has a pool of volumes.
+type volumesConn struct {
+	Conn
+	names   []string
+	deleted []string
+}
+
+func (c *volumesConn) VolumeNames(context.Context, string) ([]string, error) {
+	return slices.Clone(c.names), nil
+}
+
+func (c *volumesConn) DeleteVolume(_ context.Context, _, name string) error {
+	c.deleted = append(c.deleted, name)
+	return nil
+}
+
+func TestRemoveVolumes_OnlyThoseOfTheMachineAndRootLast(t *testing.T) {
+	uuid, other := MachineUUID("dev", "owner-1"), MachineUUID("dev", "owner-2")
+	own := volumePrefix("dev", uuid)
+	scopeWithUUID := "dev-" + uuid.String()
+	c := &volumesConn{names: []string{
+		newImageName("dev", testChecksum).pointer,
+		own + "disk-b", own + "disk-root", own + volumeRoot, own + volumeSeed,
+		volumePrefix("dev", other) + volumeRoot,
+		volumePrefix(scopeWithUUID, other) + volumeRoot, newImageName(scopeWithUUID, testChecksum).pointer,
+	}}
+	p := &Provider{cfg: Config{Scope: "dev"}}
+	if err := p.removeVolumes(t.Context(), c, uuid, "default"); err != nil {
+		t.Fatal(err)
+	}
+	want := []string{own + volumeSeed, own + "disk-b", own + "disk-root", own + volumeRoot}
+	if diff := cmp.Diff(want, c.deleted); diff != "" {
+		t.Errorf("deleted volumes differ (-want +got):\n%s", diff)
+	}
+}
+
+func TestVolume_UnfinishedUntilItHasAHeader(t *testing.T) {
+	tests := []struct {
+		volume Volume
+		want   bool
+		why    string
+	}{
+		{volume: Volume{Format: "qcow2"}, want: true, why: "the file has just been made"},
+		{volume: Volume{Format: "qcow2", CapacityBytes: 196_616, PhysicalBytes: 196_616, BackingPath: "/srv/base"}, want: true, why: "seen while qemu-img wrote"},
+		{volume: Volume{Format: "qcow2", CapacityBytes: 1 << 20, PhysicalBytes: 196_616}},
+		{volume: Volume{Format: "raw", CapacityBytes: 4096, PhysicalBytes: 4096}, why: "a raw file is as large as its disk"},
+	}
+	for _, tt := range tests {
+		if got := tt.volume.unfinished(); got != tt.want {
+			t.Errorf("%+v: unfinished() = %t, want %t; %s", tt.volume, got, tt.want, tt.why)
+		}
 	}
 }

@@ -144,8 +144,7 @@ func noHost(t *testing.T) { t.Setenv(testhost.DirVariable, t.TempDir()) }
 // listening returns a Host whose libvirtd and sshd are listeners of this test.
 func listening(t *testing.T) testhost.Host {
 	t.Helper()
-	// Not t.TempDir: it contains the test's name, and a socket path is short.
-	dir, err := os.MkdirTemp("", "testhost")
+	dir, err := os.MkdirTemp("", "testhost") //nolint:usetesting // t.TempDir has the test's name in it; a socket path is short
 	if err != nil {
 		t.Fatal(err)
 	}
