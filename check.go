@@ -105,9 +105,13 @@ func (r Report) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "host %s\n", r.Host)
 	for _, c := range r.Results {
-		fmt.Fprintf(&b, "  %-7s  %-15s  %s\n", c.Status, c.Name, c.Detail)
+		latency := ""
+		if c.Latency > 0 {
+			latency = c.Latency.Round(10 * time.Microsecond).String()
+		}
+		fmt.Fprintf(&b, "  %-7s  %-15s  %9s  %s\n", c.Status, c.Name, latency, c.Detail)
 		if c.Status == CheckFailed {
-			fmt.Fprintf(&b, "           %s error: %v\n           advice: %s\n", c.Class, c.Err, c.Advice)
+			fmt.Fprintf(&b, "           %s: %v\n           advice: %s\n", c.Class, c.Err, c.Advice)
 		}
 	}
 	return b.String()
@@ -127,7 +131,7 @@ const lowSpace = gib
 func (c *Checker) Check(ctx context.Context) Report {
 	r := &checkRun{report: Report{Host: c.host.name}}
 	conn, err := timed(r, func() (*session, error) { return c.dial.open(ctx) })
-	r.connection(err)
+	r.connection(err, c.ssh)
 	if err != nil {
 		r.skip("there is no connection", CheckReadWrite, CheckLibvirt, CheckQEMU, CheckDomainType, CheckPool, CheckNetwork)
 		return r.report
@@ -175,17 +179,22 @@ func (r *checkRun) skip(why string, names ...CheckName) {
 }
 
 // connection tells from the outcome of a dial how far it came: reaching the host, its key, our credentials, the daemon.
-func (r *checkRun) connection(err error) {
+func (r *checkRun) connection(err error, ssh bool) {
 	steps := []CheckName{CheckDial, CheckHostKey, CheckAuthentication, CheckDaemon}
 	failed := slices.Index(steps, failedStep(err))
+	_, untried := errors.AsType[*sshdial.MaterialError](err) // SSH reads keys and known_hosts before it dials
 	for i, step := range steps {
 		switch {
-		case failed < 0 || i < failed:
-			r.pass(step, "ok")
 		case i == failed:
 			r.fail(step, err, connectionAdvice[step])
-		default:
+		case untried && i < failed:
+			r.skip("the host was not tried", step)
+		case failed >= 0 && i > failed:
 			r.skip("the connection did not come so far", step)
+		case !ssh && (step == CheckHostKey || step == CheckAuthentication):
+			r.skip("there is none without SSH", step)
+		default:
+			r.pass(step, "ok")
 		}
 	}
 }
@@ -201,7 +210,10 @@ func failedStep(err error) CheckName {
 	if errors.Is(err, ErrUnauthorized) {
 		return CheckAuthentication
 	}
-	if _, ok := errors.AsType[*sshdial.MaterialError](err); ok {
+	if e, ok := errors.AsType[*sshdial.MaterialError](err); ok {
+		if e.What == "known_hosts" {
+			return CheckHostKey
+		}
 		return CheckAuthentication
 	}
 	if _, ok := errors.AsType[*sshdial.ForwardError](err); ok || isLibvirtAnswer(err) {

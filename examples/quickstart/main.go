@@ -7,6 +7,8 @@
 //
 //	go run ./examples/quickstart -uri qemu:///system -image debian.qcow2 -sha256 HEX -ssh-key ~/.ssh/id_ed25519.pub
 //
+// With -check it only looks whether the host can be used.
+//
 // Ctrl-C deletes the machine before the program ends; a second Ctrl-C ends it at once.
 package main
 
@@ -71,7 +73,7 @@ func (c command) run(ctx context.Context, args []string) int {
 	if err != nil {
 		return c.misused(err)
 	}
-	err = newLife(s, host, c).run(ctx)
+	err = c.do(ctx, s, host)
 	if closeErr := host.provider.Close(); closeErr != nil {
 		explain(c.stderr, closeErr)
 		err = errors.Join(err, closeErr)
@@ -83,6 +85,17 @@ func (c command) run(ctx context.Context, args []string) int {
 		return exitInterrupted
 	}
 	return exitFailed
+}
+
+func (c command) do(ctx context.Context, s settings, host *site) error {
+	if !s.check {
+		return newLife(s, host, c).run(ctx)
+	}
+	ctx, cancel := context.WithTimeout(ctx, s.timeout)
+	defer cancel()
+	report := host.checker.Check(ctx)
+	say(c.stdout, "%s", strings.TrimSuffix(report.String(), "\n"))
+	return report.Err()
 }
 
 func (c command) misused(err error) int {
@@ -99,12 +112,18 @@ type settings struct {
 	spec    kvm2.Spec   // without an image on the in-memory host
 	login   bool        // the machine gets a user who can log in
 	keep    bool
+	check   bool // only look whether the host can be used
 	timeout time.Duration
 }
 
 // onHost are the flags that mean something only on a real host.
 var onHost = map[string]bool{
 	"image": true, "sha256": true, "pool": true, "network": true, "domain-type": true, "ssh-key": true, "keep": true,
+}
+
+// onMachine are the flags that mean something only where a machine is made.
+var onMachine = map[string]bool{
+	"image": true, "sha256": true, "ssh-key": true, "name": true, "cpus": true, "memory-mib": true, "disk-gib": true, "keep": true,
 }
 
 // inputs are the flags whose values are not settings yet.
@@ -129,6 +148,7 @@ func flags(s *settings, in *inputs) *flag.FlagSet {
 	f.Int64Var(&in.memoryMiB, "memory-mib", 1024, "memory in MiB")
 	f.Int64Var(&in.diskGiB, "disk-gib", 10, "root disk in GiB")
 	f.BoolVar(&s.keep, "keep", false, "leave the machine running")
+	f.BoolVar(&s.check, "check", false, "only check whether the host can be used; change nothing")
 	f.DurationVar(&s.timeout, "timeout", 10*time.Minute, "how long it may take until the machine has an address")
 	return f
 }
@@ -161,7 +181,7 @@ func parse(args []string) (settings, error) {
 	s.spec.OwnerUID = s.spec.Name
 	s.spec.MemoryBytes = times(in.memoryMiB, 1<<20)
 	s.spec.RootDiskBytes = times(in.diskGiB, 1<<30)
-	if s.config.URI == "" {
+	if s.config.URI == "" || s.check {
 		return s, nil
 	}
 	return s, s.addFiles(in)
@@ -169,16 +189,16 @@ func parse(args []string) (settings, error) {
 
 // checkTogether makes sure that the flags make sense with each other.
 func checkTogether(f *flag.FlagSet, s settings, in inputs) error {
-	if s.config.URI != "" {
-		if in.image == "" || in.sha256 == "" {
-			return errors.New("-uri needs -image and -sha256: what the machine's disk starts from")
-		}
-		return nil
+	if s.config.URI != "" && !s.check && (in.image == "" || in.sha256 == "") {
+		return errors.New("-uri needs -image and -sha256: what the machine's disk starts from")
 	}
 	var errs []error
 	f.Visit(func(given *flag.Flag) {
-		if onHost[given.Name] {
+		if s.config.URI == "" && onHost[given.Name] {
 			errs = append(errs, fmt.Errorf("-%s needs -uri: without that there is no real host", given.Name))
+		}
+		if s.check && onMachine[given.Name] {
+			errs = append(errs, fmt.Errorf("-%s does not go with -check: no machine is made", given.Name))
 		}
 	})
 	return errors.Join(errs...)

@@ -18,6 +18,7 @@ import (
 type site struct {
 	title    string
 	provider *kvm2.Provider
+	checker  *kvm2.Checker
 	image    kvm2.Image
 	every    time.Duration // from one poll to the next
 	// leftovers looks behind the Provider's back and tells what is left; nil where nobody but the Provider can look.
@@ -37,14 +38,23 @@ func openSite(s settings) (*site, error) {
 }
 
 func openHost(s settings, opts ...kvm2.Option) (*site, error) {
-	if err := errors.Join(s.config.Validate(""), s.spec.Validate()); err != nil {
+	err := s.config.Validate("")
+	if !s.check {
+		err = errors.Join(err, s.spec.Validate())
+	}
+	if err != nil {
+		return nil, err
+	}
+	checker, err := kvm2.NewChecker(s.config, opts...)
+	if err != nil {
 		return nil, err
 	}
 	p, err := kvm2.New(s.config, opts...)
 	if err != nil {
 		return nil, err
 	}
-	return &site{title: fmt.Sprintf("%s, pool %q", s.config.URI, s.config.Pool), provider: p, image: s.spec.Image, every: 500 * time.Millisecond}, nil
+	title := fmt.Sprintf("%s, pool %q", s.config.URI, s.config.Pool)
+	return &site{title: title, provider: p, checker: checker, image: s.spec.Image, every: 500 * time.Millisecond}, nil
 }
 
 // cleanUpLimit bounds the deletion of a machine.
