@@ -45,7 +45,7 @@ packages=(
 	qemu-system-x86 qemu-utils
 	dnsmasq-base iptables iproute2
 	openssh-server openssh-client
-	genisoimage
+	genisoimage xorriso libarchive-tools libxml2-utils # which unit tests hold kvm2's own output against
 	mmdebstrap debian-archive-keyring fdisk e2fsprogs grub-pc-bin grub-common
 )
 
