@@ -167,7 +167,11 @@ func (c *imageCache) transfer(image Image, name imageName, job *imageJob) {
 	}
 	job.failures++
 	job.retry = time.Now().Add(retryDelay(job.failures))
-	c.log.LogAttrs(ctx, slog.LevelWarn, "image transfer failed",
+	level := slog.LevelWarn
+	if errors.Is(err, ErrConflict) {
+		level = slog.LevelInfo // another process was faster
+	}
+	c.log.LogAttrs(ctx, level, "image transfer failed",
 		slog.String("image", name.checksum), slog.Int("failures", job.failures), slog.String("error", err.Error()))
 }
 
