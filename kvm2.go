@@ -101,8 +101,8 @@ func newEndpoint(cfg Config, opts []Option) (endpoint, error) {
 	return endpoint{options: o, cfg: cfg, host: host, ssh: ssh, dial: dial}, nil
 }
 
-// Close ends image transfers under way and closes all connections. Calls that still run end with an error. It
-// returns when nothing of the Provider is left running.
+// Close ends image transfers under way, removes what they wrote, and closes all connections; calls that come later get
+// ErrClosed. It returns when no transfer is left running: after Config.CallTimeout or so where the host does not answer.
 func (p *Provider) Close() error {
 	p.images.close()
 	p.conns.close()

@@ -3,6 +3,7 @@ package kvm2
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"strings"
 	"time"
 )
@@ -78,7 +79,7 @@ func (p plan) metadata(created time.Time) metadata {
 // unborn is the machine as long as it has no domain.
 func (p plan) unborn() Machine {
 	return Machine{
-		ID: p.id, UUID: p.uuid, Name: p.spec.Name, OwnerUID: p.spec.OwnerUID, Labels: p.spec.Labels,
+		ID: p.id, UUID: p.uuid, Name: p.spec.Name, OwnerUID: p.spec.OwnerUID, Labels: maps.Clone(p.spec.Labels),
 		State: StateCreating, Addresses: []Address{},
 	}
 }
