@@ -98,14 +98,14 @@ func foreignDomains(t *testing.T, h testhost.Host, uri, scope string) {
 			why: "it is a machine of the scope, only not this one",
 		},
 		{
-			name: "UUID without metadata", foreign: foreignMachine{wanted, uuid, ""}, byUUID: true, unlisted: true,
-			why: "libvirt drops metadata when somebody redefines a domain",
+			name: "UUID without metadata", foreign: foreignMachine{wanted, uuid, ""}, byUUID: true,
+			why: "libvirt drops metadata when somebody redefines a domain: its volumes still say whose it is",
 		},
 		{
-			name: "UUID under another name", foreign: foreignMachine{scope + "-other", uuid, ""}, byUUID: true, unlisted: true,
+			name: "UUID under another name", foreign: foreignMachine{scope + "-other", uuid, ""}, byUUID: true,
 		},
 		{
-			name: "UUID with another scope's metadata", foreign: foreignMachine{wanted, uuid, metadataElement(1, "other", "o")}, byUUID: true, unlisted: true,
+			name: "UUID with another scope's metadata", foreign: foreignMachine{wanted, uuid, metadataElement(1, "other", "o")}, byUUID: true,
 		},
 		{
 			name: "UUID with another machine's metadata", foreign: foreignMachine{wanted, uuid, metadataElement(1, scope, "o")}, byUUID: true,
