@@ -131,10 +131,12 @@ apt_install() {
 
 # ---------------------------------------------------------------------------- daemons
 
-# running PIDFILE NAME: the process in the file is alive and is what we take it for.
+# running PIDFILE NAME: the process in the file is alive and is what we take it for. One that was killed keeps its name
+# until its parent has noticed, which an init of a sandbox may not do at once: it is a zombie until then.
 running() {
 	local pid
-	pid=$(cat "$1" 2>/dev/null) && [[ -n $pid && $(cat "/proc/$pid/comm" 2>/dev/null) == "$2" ]]
+	pid=$(cat "$1" 2>/dev/null) && [[ -n $pid && $(cat "/proc/$pid/comm" 2>/dev/null) == "$2" ]] &&
+		! grep -q '^State:.Z' "/proc/$pid/status" 2>/dev/null
 }
 
 # stop_daemon PIDFILE NAME ends a daemon which this script started, and no other.
