@@ -29,6 +29,10 @@ type Caps struct {
 	// that need it are left out, and listed.
 	NoTransfers bool
 	NoStart     bool
+
+	// Fake says that the target is kvm2's fake. The cases in which it is listed to differ from libvirt must then
+	// differ, and must hold on every other target.
+	Fake bool
 }
 
 // A seamCase is one rule of the seam, and how to see whether it is kept.
@@ -82,6 +86,7 @@ func TestSeam(t *testing.T, dialer kvm2.Dialer, caps Caps) {
 			c.Run(newSeam(t, dialer, caps, fmt.Sprintf("%s-%d", caps.Prefix, i)))
 		})
 	}
+	runDiffering(t, caps, func(t *testing.T, base string) *seam { return newSeam(t, dialer, caps, base) })
 	if len(left) > 0 {
 		t.Logf("%d cases were left out:\n\t%s", len(left), strings.Join(left, "\n\t"))
 	}

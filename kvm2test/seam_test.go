@@ -10,5 +10,5 @@ import (
 func TestSeam_FakeConforms(t *testing.T) {
 	host := fake.NewHost()
 	t.Cleanup(func() { _ = host.Close() })
-	kvm2test.TestSeam(t, host, kvm2test.Caps{Prefix: "conformance", Pool: "default", Network: "default"})
+	kvm2test.TestSeam(t, host, kvm2test.Caps{Prefix: "conformance", Pool: "default", Network: "default", Fake: true})
 }
