@@ -165,7 +165,7 @@ func invalidf(format string, args ...any) error {
 	return &Error{Class: ClassPermanent, Reason: ErrInvalidSpec, Err: fmt.Errorf(format, args...)}
 }
 
-// permanent, transient, quota and notFound make errors of their class with a sentinel, which may be nil.
+// permanent, transient and quota make errors of their class; the sentinel may be nil.
 func permanent(reason error, format string, args ...any) error {
 	return &Error{Class: ClassPermanent, Reason: reason, Err: fmt.Errorf(format, args...)}
 }
