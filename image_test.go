@@ -319,30 +319,28 @@ func TestImage_StatusDecidesTheClass(t *testing.T) {
 
 func TestImage_FailureIsReportedUntilItIsTimeToTryAgain(t *testing.T) {
 	inLab(t, func(l *lab) {
-		w := l.web(nil)
+		w, asked := l.web(nil), make(chan time.Time, 10)
 		w.answer = func(n int) *http.Response {
+			asked <- time.Now()
 			if n <= 2 {
 				return answerWith(http.StatusServiceUnavailable, strings.NewReader(""), 0)
 			}
 			return answerWith(http.StatusOK, bytes.NewReader(w.content), int64(len(w.content)))
 		}
-		var asked []time.Duration
-		start, seen := time.Now(), 0
-		for {
+		for state := kvm2.StateCreating; state != kvm2.StateRunning; {
 			m, err := l.p.Create(l.Context(), l.spec)
-			if w.count() == seen && err == nil && m.State == kvm2.StateCreating && m.Image == nil {
+			if err == nil && m.State == kvm2.StateCreating && m.Image == nil {
 				l.Fatalf("Create() = %+v, want the failure or progress", m)
 			}
-			if n := w.count(); n > seen {
-				asked, seen = append(asked, time.Since(start)), n
-			}
-			if m.State == kvm2.StateRunning {
-				break
-			}
+			state = m.State
 			l.wait(time.Second)
 		}
-		if len(asked) != 3 || asked[1] < 5*time.Second || asked[2]-asked[1] < 10*time.Second {
-			l.Errorf("asked for after %v, want the wait to grow", asked)
+		if len(asked) != 3 {
+			l.Fatalf("asked %d times, want 3", len(asked))
+		}
+		first, second, third := <-asked, <-asked, <-asked
+		if second.Sub(first) < 5*time.Second || third.Sub(second) < 10*time.Second {
+			l.Errorf("asked after %v and %v more, want the wait to grow", second.Sub(first), third.Sub(second))
 		}
 	})
 }
