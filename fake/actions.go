@@ -79,6 +79,7 @@ func (h *Host) CrashGuest(domain string) {
 			d.state = state(libvirt.DomainCrashed, libvirt.DomainCrashedPanicked)
 		case "restart", "coredump-restart":
 			d.state = state(libvirt.DomainRunning, libvirt.DomainRunningCrashed)
+			h.wake(d)
 		default:
 			h.stop(d, state(libvirt.DomainShutoff, libvirt.DomainShutoffCrashed))
 		}
@@ -106,7 +107,11 @@ func (h *Host) ResumeGuest(domain string) {
 }
 
 func (h *Host) setState(domain string, s kvm2.LibvirtState) {
-	h.act(func() { h.mustRun(domain).state = s })
+	h.act(func() {
+		d := h.mustRun(domain)
+		d.state = s
+		h.wake(d)
+	})
 }
 
 // ManagedSave saves a running domain's memory to disk and ends it; its next start restores it.
@@ -205,19 +210,29 @@ func (h *Host) StartPool(pool string) {
 func (h *Host) StopNetwork(network string) { h.act(func() { h.mustNetwork(network).active = false }) }
 
 // StartNetwork activates a network.
-func (h *Host) StartNetwork(network string) { h.act(func() { h.mustNetwork(network).active = true }) }
+func (h *Host) StartNetwork(network string) {
+	h.act(func() {
+		h.mustNetwork(network).active = true
+		h.wakeAll()
+	})
+}
 
 // AddLease gives a network a DHCP lease of a client that no guest of the host is.
 func (h *Host) AddLease(network, mac string, ip netip.Addr, expiry time.Time) {
 	h.act(func() {
 		n := h.mustNetwork(network)
-		n.leases = append(n.leases, lease{mac: mac, client: "added " + ip.String(), ip: ip, expiry: expiry})
+		h.addLease(n, &lease{mac: mac, client: "added " + ip.String(), ip: ip, expiry: expiry})
 	})
 }
 
 // ExpireLeases ends all leases of a network. Guests that run get theirs anew.
 func (h *Host) ExpireLeases(network string) {
-	h.act(func() { h.mustNetwork(network).leases = nil })
+	h.act(func() {
+		for _, l := range h.mustNetwork(network).leasesOf(nil) {
+			h.dropLease(l)
+		}
+		h.wakeAll()
+	})
 }
 
 // ConnectAgent connects a running guest's agent. It reports loopback addresses, and the given ones for the first
@@ -236,7 +251,7 @@ func (h *Host) AddVolume(pool, name string, content []byte) {
 	h.act(func() {
 		p := h.mustPool(pool)
 		f := h.putFile(p, name, content)
-		p.volumes[name] = &volume{name: name, head: probe(f)}
+		p.know(&volume{name: name, head: probe(f)})
 		p.measure()
 	})
 }
@@ -250,7 +265,7 @@ func (h *Host) putFile(p *pool, name string, content []byte) *file {
 	p.unlink(name)
 	f := h.newFile(p.pathOf(name))
 	f.write(content, 0)
-	p.files[name] = f
+	p.link(name, f)
 	return f
 }
 

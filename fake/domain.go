@@ -35,6 +35,7 @@ type guest struct {
 	writes []*file     // those of them that it holds locked for writing
 	nics   []*nic      // those on libvirt networks
 	agent  *guestAgent // nil: not connected
+	event  event       // it asks for its leases
 }
 
 // state pairs libvirt's numbers.
@@ -42,13 +43,13 @@ func state[R ~int32](s libvirt.DomainState, reason R) kvm2.LibvirtState {
 	return kvm2.LibvirtState{State: int(s), Reason: int(reason)}
 }
 
-func (h *Host) domainNamed(name string) *domain {
-	for _, d := range h.domains {
-		if d.name == name {
-			return d
-		}
-	}
-	return nil
+func (h *Host) domainNamed(name string) *domain { return h.byName[name] }
+
+func (h *Host) addDomain(d *domain) { h.domains[d.uuid], h.byName[d.name] = d, d }
+
+func (h *Host) removeDomain(d *domain) {
+	delete(h.domains, d.uuid)
+	delete(h.byName, d.name)
 }
 
 // sortedDomains returns the domains by name.
@@ -95,7 +96,7 @@ func (h *Host) define(source string, v validation) error {
 	}
 	if d == nil {
 		d = &domain{name: c.def.Name, uuid: uuid, state: state(libvirt.DomainShutoff, libvirt.DomainShutoffUnknown)}
-		h.domains[uuid] = d
+		h.addDomain(d)
 	}
 	d.persistent = c
 	return nil
@@ -117,6 +118,8 @@ func (h *Host) start(d *domain) error {
 		d.state = state(libvirt.DomainRunning, libvirt.DomainRunningRestored)
 	}
 	d.nvram = d.nvram || wantsEFI(&g.config.def)
+	g.event.domain = d
+	h.wake(d)
 	h.settle()
 	return nil
 }
@@ -134,6 +137,9 @@ func (h *Host) boot(c *config) (*guest, error) {
 	}
 	for _, f := range g.files {
 		f.opened++
+	}
+	for _, f := range g.writes {
+		f.locked = true
 	}
 	return g, nil
 }
@@ -196,11 +202,9 @@ func (h *Host) lockImage(g *guest, disk libvirtxml.DomainDisk, f *file) error {
 	if disk.ReadOnly != nil || disk.Shareable != nil || disk.Device == "cdrom" {
 		return nil
 	}
-	for _, d := range h.domains {
-		if d.running != nil && slices.Contains(d.running.writes, f) {
-			return answer(codeInternal, "internal error: process exited while connecting to monitor: %s qemu-system-%s: "+
-				"Failed to get \"write\" lock\nIs another process using the image [%s]?", qemuTime(), h.settings.arch, f.path)
-		}
+	if f.locked {
+		return answer(codeInternal, "internal error: process exited while connecting to monitor: %s qemu-system-%s: "+
+			"Failed to get \"write\" lock\nIs another process using the image [%s]?", qemuTime(), h.settings.arch, f.path)
 	}
 	g.writes = append(g.writes, f)
 	return nil
@@ -276,13 +280,17 @@ func (h *Host) openChain(path, format string) ([]*file, error) {
 // stop ends a running guest. A transient domain goes with it.
 func (h *Host) stop(d *domain, s kvm2.LibvirtState) {
 	h.settle()
-	for _, f := range d.running.files {
-		f.opened--
+	for _, f := range d.running.writes {
+		f.locked = false
 	}
+	for _, f := range d.running.files {
+		f.close()
+	}
+	h.agenda.cancel(&d.running.event)
 	d.running = nil
 	d.state = s
 	if d.persistent == nil {
-		delete(h.domains, d.uuid)
+		h.removeDomain(d)
 	}
 }
 
@@ -301,7 +309,7 @@ func (h *Host) undefine(d *domain) error {
 	d.persistent = nil
 	d.nvram, d.managedSave, d.snapshots = false, false, nil
 	if d.running == nil {
-		delete(h.domains, d.uuid)
+		h.removeDomain(d)
 	}
 	return nil
 }

@@ -1,7 +1,6 @@
 package fake
 
 import (
-	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -57,11 +56,8 @@ func (p *pool) dump(b *strings.Builder) {
 
 func (n *network) dump(b *strings.Builder) {
 	fmt.Fprintf(b, "network %s %s, %s\n", n.name, activity(n.active), n.subnet)
-	leases := slices.SortedFunc(slices.Values(n.leases), func(x, y lease) int {
-		return cmp.Or(cmp.Compare(x.mac, y.mac), x.ip.Compare(y.ip))
-	})
-	for _, l := range leases {
-		fmt.Fprintf(b, "  lease %s %s\n", l.mac, l.ip)
+	for _, l := range n.records(nil) {
+		fmt.Fprintf(b, "  lease %s %s\n", l.MAC, l.IP)
 	}
 }
 

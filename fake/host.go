@@ -19,6 +19,8 @@ type Host struct {
 	pools     map[string]*pool
 	networks  map[string]*network
 	domains   map[kvm2.UUID]*domain
+	byName    map[string]*domain
+	agenda    agenda
 	conns     map[*conn]struct{}
 	faults    []*ActiveFault
 	intercept func(Call) error
@@ -43,6 +45,7 @@ func NewHost(opts ...Option) *Host {
 		pools:    map[string]*pool{},
 		networks: map[string]*network{},
 		domains:  map[kvm2.UUID]*domain{},
+		byName:   map[string]*domain{},
 		conns:    map[*conn]struct{}{},
 		random:   rand.New(rand.NewPCG(s.seed, s.seed)), //nolint:gosec // it is to be repeatable
 	}
@@ -50,7 +53,7 @@ func NewHost(opts ...Option) *Host {
 		h.pools[p.name] = newPool(p)
 	}
 	for _, n := range s.networks {
-		h.networks[n.name] = &network{name: n.name, subnet: n.subnet, active: true}
+		h.networks[n.name] = newNetwork(n)
 	}
 	return h
 }

@@ -1,7 +1,6 @@
 package fake
 
 import (
-	"maps"
 	"path"
 	"slices"
 
@@ -17,9 +16,11 @@ type pool struct {
 	capacity int64
 	filler   int64            // bytes that others take up on the same file system
 	files    map[string]*file // the directory
-	unlinked []*file          // deleted, but still open
+	taken    int64            // what the files take up, those included that are deleted but still open
+	changed  map[string]bool  // names of files that changed since the last refresh
 
 	volumes  map[string]*volume
+	names    []string // of the volumes, sorted
 	reported figures
 }
 
@@ -29,7 +30,7 @@ type figures struct{ capacity, allocated, available int64 }
 func newPool(s poolSetting) *pool {
 	p := &pool{
 		name: s.name, path: "/var/lib/libvirt/pools/" + s.name, active: true, capacity: s.capacity,
-		files: map[string]*file{}, volumes: map[string]*volume{},
+		files: map[string]*file{}, changed: map[string]bool{}, volumes: map[string]*volume{},
 	}
 	if s.name == "default" {
 		p.path = "/var/lib/libvirt/images"
@@ -66,26 +67,40 @@ func (p *pool) seen() kvm2.Pool {
 
 // used is what really is taken of the file system. A deleted file takes up space until the last guest closes it.
 func (p *pool) used() int64 {
-	p.unlinked = slices.DeleteFunc(p.unlinked, func(f *file) bool { return f.opened == 0 })
-	used := p.filler
-	for _, f := range p.files {
-		used += f.allocated()
-	}
-	for _, f := range p.unlinked {
-		used += f.allocated()
-	}
-	return used
+	return p.filler + p.taken
 }
 
 func (p *pool) free() int64 { return max(0, p.capacity-p.used()) }
 
-// refresh looks at the directory and the file system again.
+// refresh looks at the directory and the file system again. Where nothing has changed it would see what it knows.
 func (p *pool) refresh() {
-	p.volumes = map[string]*volume{}
-	for name, f := range p.files {
-		p.volumes[name] = &volume{name: name, head: probe(f)}
+	for name := range p.changed {
+		if f := p.files[name]; f != nil {
+			p.know(&volume{name: name, head: probe(f)})
+		} else {
+			p.forget(name)
+		}
 	}
+	clear(p.changed)
 	p.measure()
+}
+
+// know notes what the pool has found of a volume.
+func (p *pool) know(v *volume) {
+	if p.volumes[v.name] == nil {
+		at, _ := slices.BinarySearch(p.names, v.name)
+		p.names = slices.Insert(p.names, at, v.name)
+	}
+	p.volumes[v.name] = v
+}
+
+func (p *pool) forget(name string) {
+	if p.volumes[name] == nil {
+		return
+	}
+	delete(p.volumes, name)
+	at, _ := slices.BinarySearch(p.names, name)
+	p.names = slices.Delete(p.names, at, at+1)
 }
 
 func (p *pool) measure() {
@@ -104,6 +119,14 @@ func (h *Host) fileAt(where string) *file {
 	return nil
 }
 
+// link gives a file a free name in the directory.
+func (p *pool) link(name string, f *file) {
+	p.files[name] = f
+	f.pool = p
+	p.taken += f.allocated()
+	p.changed[name] = true
+}
+
 // unlink takes a name out of the directory.
 func (p *pool) unlink(name string) {
 	f := p.files[name]
@@ -111,7 +134,9 @@ func (p *pool) unlink(name string) {
 		return
 	}
 	delete(p.files, name)
-	p.unlinked = append(p.unlinked, f)
+	p.changed[name] = true
+	f.unlinked = true
+	f.release()
 }
 
-func (p *pool) volumeNames() []string { return slices.Sorted(maps.Keys(p.volumes)) }
+func (p *pool) volumeNames() []string { return slices.Clone(p.names) }

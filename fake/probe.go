@@ -27,9 +27,12 @@ const (
 	qcow2BackingFormat = 0xE2792ACA // the header extension's type
 )
 
+// probeBytes is how far a header can reach: it has to fit into the first cluster, which is 64 KiB by default.
+const probeBytes = 64 << 10
+
 // probe looks at a file as libvirt does when a pool is refreshed.
 func probe(f *file) head {
-	b := make([]byte, chunkBytes)
+	b := make([]byte, probeBytes)
 	b = b[:f.read(b, 0)]
 	if len(b) < qcow2HeaderV2 || string(b[:qcow2Version]) != qcow2.Magic || !isQcow2Version(b) {
 		return head{format: "raw", capacity: f.size}

@@ -40,7 +40,7 @@ func (h *Host) openTransfer(poolName, name string) (*transfer, error) {
 // close ends the transfer, and writes down how much it moved.
 func (t *transfer) close(n int) {
 	t.host.mu.Lock()
-	t.file.opened--
+	t.file.close()
 	t.host.mu.Unlock()
 	t.host.note(n, func(c *Call) {
 		c.Bytes, c.SHA256 = t.offset, hex.EncodeToString(t.digest.Sum(nil))

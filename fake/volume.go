@@ -46,7 +46,7 @@ func (p *pool) seenVolume(v *volume) (kvm2.Volume, error) {
 
 func (p *pool) deleteVolume(v *volume) {
 	p.unlink(v.name)
-	delete(p.volumes, v.name)
+	p.forget(v.name)
 	p.measure()
 }
 
@@ -104,8 +104,8 @@ func (h *Host) createVolume(poolName, source string) error {
 	if err != nil {
 		return err
 	}
-	p.files[spec.name] = f
-	p.volumes[spec.name] = &volume{name: spec.name, head: probe(f)}
+	p.link(spec.name, f)
+	p.know(&volume{name: spec.name, head: probe(f)})
 	p.measure()
 	return nil
 }
