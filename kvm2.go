@@ -314,7 +314,7 @@ func (*Provider) addAddresses(ctx context.Context, conn Conn, d Domain, md metad
 	if !d.State.isActive() {
 		return nil
 	}
-	records, err := conn.Addresses(ctx, AddressQuery{Networks: md.networks(), Domains: []UUID{d.UUID}})
+	records, err := conn.Addresses(ctx, AddressQuery{Networks: md.networks(), MACs: md.macs(), Domains: []UUID{d.UUID}})
 	if err != nil {
 		return err
 	}

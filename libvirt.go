@@ -363,7 +363,9 @@ func (c *libvirtConn) Addresses(ctx context.Context, query AddressQuery) ([]Addr
 		}
 		var calls []func() error
 		for _, network := range query.Networks {
-			calls = append(calls, func() error { return keep(c.leases(network)) })
+			for _, mac := range leaseFilters(query.MACs) {
+				calls = append(calls, func() error { return keep(c.leases(network, mac)) })
+			}
 		}
 		for _, uuid := range query.Domains {
 			calls = append(calls,
@@ -378,9 +380,22 @@ func (c *libvirtConn) Addresses(ctx context.Context, query AddressQuery) ([]Addr
 	})
 }
 
-func (c *libvirtConn) leases(network string) ([]AddressRecord, error) {
+// leaseFilters are the MACs by which a network's leases are asked for, one question each: libvirt takes one MAC, or none
+// for all leases.
+func leaseFilters(macs []string) []libvirt.OptString {
+	if len(macs) == 0 {
+		return []libvirt.OptString{nil}
+	}
+	var out []libvirt.OptString
+	for _, mac := range macs {
+		out = append(out, libvirt.OptString{mac})
+	}
+	return out
+}
+
+func (c *libvirtConn) leases(network string, mac libvirt.OptString) ([]AddressRecord, error) {
 	leases, err := withNetwork(c, network, func(n libvirt.Network) ([]libvirt.NetworkDhcpLease, error) {
-		leases, _, err := c.client.NetworkGetDhcpLeases(n, nil, 1, 0)
+		leases, _, err := c.client.NetworkGetDhcpLeases(n, mac, 1, 0)
 		return leases, err
 	})
 	var out []AddressRecord

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -74,7 +75,7 @@ func (c *stubConn) UndefineDomain(ctx context.Context, uuid UUID) error {
 }
 
 func (c *stubConn) Addresses(ctx context.Context, query AddressQuery) ([]AddressRecord, error) {
-	return nil, c.note(ctx, "Addresses "+strings.Join(query.Networks, ","))
+	return nil, c.note(ctx, "Addresses "+strings.Join(slices.Concat(query.Networks, query.MACs), ","))
 }
 
 func (c *stubConn) Pool(ctx context.Context, name string) (Pool, error) {
@@ -470,8 +471,8 @@ func sessionCalls(s *session, u UUID) map[string]struct {
 		"graceful " + id:                    {OpDomainDestroy, func(ctx context.Context) error { return s.DestroyDomain(ctx, u, DestroyGraceful) }},
 		"forced " + id:                      {OpDomainDestroy, func(ctx context.Context) error { return s.DestroyDomain(ctx, u, DestroyForced) }},
 		"UndefineDomain " + id:              {OpDomainUndefine, func(ctx context.Context) error { return s.UndefineDomain(ctx, u) }},
-		"Addresses a,b": {OpDomainAddresses, func(ctx context.Context) error {
-			_, err := s.Addresses(ctx, AddressQuery{Networks: []string{"a", "b"}})
+		"Addresses a,b,m": {OpDomainAddresses, func(ctx context.Context) error {
+			_, err := s.Addresses(ctx, AddressQuery{Networks: []string{"a", "b"}, MACs: []string{"m"}})
 			return err
 		}},
 		"Pool p":              {OpPoolLookup, func(ctx context.Context) error { _, err := s.Pool(ctx, "p"); return err }},

@@ -152,6 +152,9 @@ type Volume struct {
 type AddressQuery struct {
 	// Networks whose DHCP leases are wanted.
 	Networks []string
+	// MACs narrow the leases down to those of these interfaces, written with colons, in upper or lower case; empty means
+	// all leases. What is asked of Domains they do not narrow down.
+	MACs []string
 	// Domains whose guest agents and ARP entries are wanted.
 	Domains []UUID
 }

@@ -164,7 +164,7 @@ func (c *conn) UndefineDomain(ctx context.Context, uuid kvm2.UUID) error {
 }
 
 func (c *conn) Addresses(ctx context.Context, query kvm2.AddressQuery) ([]kvm2.AddressRecord, error) {
-	call := Call{Op: kvm2.OpDomainAddresses, Detail: fmt.Sprintf("networks %q, %d domains", query.Networks, len(query.Domains))}
+	call := Call{Op: kvm2.OpDomainAddresses, Detail: fmt.Sprintf("networks %q, MACs %q, %d domains", query.Networks, query.MACs, len(query.Domains))}
 	if len(query.Domains) == 1 {
 		call.UUID = query.Domains[0]
 	}

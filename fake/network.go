@@ -221,7 +221,7 @@ func (h *Host) addresses(query kvm2.AddressQuery) []kvm2.AddressRecord {
 	var out []kvm2.AddressRecord
 	for _, name := range query.Networks {
 		if n := h.networks[name]; n != nil && n.active {
-			out = append(out, n.records(nil)...)
+			out = append(out, n.records(query.MACs)...)
 		}
 	}
 	for _, uuid := range query.Domains {

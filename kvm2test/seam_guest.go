@@ -2,6 +2,9 @@ package kvm2test
 
 import (
 	"fmt"
+	"net"
+	"slices"
+	"strings"
 
 	"github.com/kvm2/kvm2"
 )
@@ -162,6 +165,11 @@ func addressCases() []seamCase {
 		return get[[]kvm2.AddressRecord](s, "Addresses")(s.conn.Addresses(s.ctx, q))
 	}
 	return []seamCase{
+		{"Addresses/MACs", "Asked for some interfaces, a network gives their leases, all of them and no others.", needStart, func(s *seam) {
+			s.started("a", s.networkBoot("a"))
+			s.started("b", s.networkBoot("b"))
+			s.leasesOfMACs(ask)
+		}},
 		{"Addresses/EmptyQuery", "Addresses of nothing are none.", "", func(s *seam) {
 			if got := ask(s, kvm2.AddressQuery{}); len(got) != 0 {
 				s.Errorf("got %+v, want none", got)
@@ -197,4 +205,57 @@ func addressCases() []seamCase {
 			}
 		}},
 	}
+}
+
+// networkBoot is an interface that a guest boots from, so that it soon asks for a lease.
+func (s *seam) networkBoot(part string) string {
+	return fmt.Sprintf("<interface type='network'><mac address='%s'/><source network='%s'/><model type='virtio'/><boot order='1'/></interface>",
+		s.mac(part), escaped(s.caps.Network))
+}
+
+// mac is an address out of the range that QEMU has for guests.
+func (s *seam) mac(part string) string {
+	id := s.uuid(part)
+	return net.HardwareAddr{0x52, 0x54, 0, id[0], id[1], id[2]}.String()
+}
+
+// leasesOfMACs asks for the leases of each interface that has any, and for those of one that has none.
+func (s *seam) leasesOfMACs(ask func(*seam, kvm2.AddressQuery) []kvm2.AddressRecord) {
+	s.Helper()
+	of := func(macs ...string) []string {
+		s.Helper()
+		return leaseNames(ask(s, kvm2.AddressQuery{Networks: []string{s.caps.Network}, MACs: macs}))
+	}
+	byMAC := map[string][]string{}
+	var macs, all []string
+	for _, l := range of() {
+		mac, _, _ := strings.Cut(l, " ")
+		if byMAC[mac] == nil {
+			macs = append(macs, mac)
+		}
+		byMAC[mac], all = append(byMAC[mac], l), append(all, l)
+	}
+	for mac, want := range byMAC {
+		if got := of(strings.ToUpper(mac)); !slices.Equal(got, want) {
+			s.Errorf("got %q for the interface %s, want %q", got, mac, want)
+		}
+	}
+	none := s.mac("none")
+	if got := of(none); len(got) != 0 {
+		s.Errorf("got %q for an interface without leases", got)
+	}
+	if got := of(append(macs, none)...); !slices.Equal(got, all) {
+		s.Errorf("got %q for all interfaces, want %q", got, all)
+	}
+	s.Logf("%d leases of %d interfaces", len(all), len(macs))
+}
+
+// leaseNames are MAC and address of leases, sorted: a lease that is renewed meanwhile stays the same one.
+func leaseNames(records []kvm2.AddressRecord) []string {
+	var out []string
+	for _, r := range records {
+		out = append(out, strings.ToLower(r.MAC)+" "+r.IP.String())
+	}
+	slices.Sort(out)
+	return out
 }
