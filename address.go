@@ -24,6 +24,24 @@ func chooseAddresses(records []AddressRecord, uuid UUID, macs []string) []Addres
 	return out
 }
 
+// byMAC sorts records by interface, so that a list of many machines need not look at all records for each of them.
+func byMAC(records []AddressRecord) map[string][]AddressRecord {
+	out := map[string][]AddressRecord{}
+	for _, r := range records {
+		mac := normalMAC(r.MAC)
+		out[mac] = append(out[mac], r)
+	}
+	return out
+}
+
+func recordsOf(sorted map[string][]AddressRecord, macs []string) []AddressRecord {
+	var out []AddressRecord
+	for _, mac := range macs {
+		out = append(out, sorted[mac]...)
+	}
+	return out
+}
+
 // addressesOf returns what one source says of one interface, sorted.
 func addressesOf(records []AddressRecord, uuid UUID, mac string, source AddressSource) []Address {
 	var of []AddressRecord

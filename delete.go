@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	libvirt "github.com/digitalocean/go-libvirt"
 )
@@ -98,6 +99,9 @@ func (p *Provider) removeVolumes(ctx context.Context, conn Conn, uuid UUID, pool
 	}
 	prefix := volumePrefix(p.cfg.Scope, uuid)
 	names = slices.DeleteFunc(names, func(n string) bool {
+		if !strings.HasPrefix(n, prefix) {
+			return true
+		}
 		of, ok := machineOfVolume(p.cfg.Scope, n)
 		return !ok || of != uuid
 	})

@@ -301,9 +301,11 @@ func (p *Provider) addLeases(ctx context.Context, conn Conn, machines []listedMa
 	if err != nil {
 		return err
 	}
+	leases := byMAC(records)
 	for i, m := range machines {
 		if m.Libvirt.isActive() {
-			machines[i].Addresses = chooseAddresses(records, m.UUID, m.md.macs())
+			macs := m.md.macs()
+			machines[i].Addresses = chooseAddresses(recordsOf(leases, macs), m.UUID, macs)
 		}
 	}
 	return nil
