@@ -18,8 +18,8 @@ type event struct {
 // An agenda holds the events to come, the next one first, so that a call looks at what is due and at nothing else.
 type agenda []*event
 
-// plan puts an event into the agenda, or moves it there.
-func (a *agenda) plan(e *event, at time.Time) {
+// put enters an event in the agenda, or moves it there.
+func (a *agenda) put(e *event, at time.Time) {
 	e.at = at
 	if e.place == 0 {
 		heap.Push(a, e)
@@ -57,7 +57,7 @@ func (a *agenda) Swap(i, j int) {
 }
 
 func (a *agenda) Push(x any) {
-	e := x.(*event) //nolint:forcetypeassert // heap hands over what plan gave it
+	e := x.(*event) //nolint:forcetypeassert // heap hands over what put gave it
 	*a = append(*a, e)
 	e.place = len(*a)
 }

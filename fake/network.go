@@ -87,7 +87,7 @@ func (h *Host) settle() {
 // have come.
 func (h *Host) wake(d *domain) {
 	if d.running != nil {
-		h.agenda.plan(&d.running.event, time.Time{})
+		h.agenda.put(&d.running.event, time.Time{})
 	}
 }
 
@@ -100,7 +100,7 @@ func (h *Host) wakeAll() {
 // expire ends a lease that was not renewed.
 func (h *Host) expire(l *lease, now time.Time) {
 	if l.expiry.After(now) {
-		h.agenda.plan(&l.event, l.expiry)
+		h.agenda.put(&l.event, l.expiry)
 		return
 	}
 	h.dropLease(l)
@@ -129,7 +129,7 @@ func (h *Host) addLease(n *network, l *lease) {
 	l.network, l.event = n, event{lease: l}
 	n.leases[mac] = append(n.leases[mac], l)
 	n.holders[l.ip]++
-	h.agenda.plan(&l.event, l.expiry)
+	h.agenda.put(&l.event, l.expiry)
 }
 
 // client is the guest's DHCP client ID. It comes from the root disk, and is as old as that.
@@ -148,7 +148,7 @@ func (h *Host) renew(d *domain, now time.Time) {
 	}
 	booted := g.since.Add(h.settings.boot)
 	if booted.After(now) {
-		h.agenda.plan(&g.event, booted)
+		h.agenda.put(&g.event, booted)
 		return
 	}
 	next := now.Add(renewTime)
@@ -165,7 +165,7 @@ func (h *Host) renew(d *domain, now time.Time) {
 			next = again
 		}
 	}
-	h.agenda.plan(&g.event, next)
+	h.agenda.put(&g.event, next)
 }
 
 // grant gives or renews a lease.
