@@ -206,6 +206,16 @@ func (h *Host) StartPool(pool string) {
 	})
 }
 
+// RefreshPool has a pool look at its directory and file system again, as an administrator does after making changes
+// there. libvirt does so by itself when a pool is started.
+func (h *Host) RefreshPool(pool string) {
+	h.act(func() {
+		p, err := h.activePool(pool)
+		must(err)
+		p.refresh()
+	})
+}
+
 // StopNetwork deactivates a network.
 func (h *Host) StopNetwork(network string) { h.act(func() { h.mustNetwork(network).active = false }) }
 
