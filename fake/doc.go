@@ -6,6 +6,9 @@
 //	defer host.Close()
 //	provider, err := kvm2.New(config, kvm2.WithDialer(host))
 //
+// How to test a controller with it, from the smallest test to a crash at every call, is told in
+// docs/testing-with-the-fake.md (https://github.com/kvm2/kvm2/blob/main/docs/testing-with-the-fake.md).
+//
 // It behaves as libvirt 9.0 with QEMU 7.2 and answers with the error numbers and texts seen there, including where
 // libvirt is of no help: it redefines a domain in silence, lets disks in use be deleted, and does not notice when the
 // end of an upload does not fit. The suite in kvm2test runs on the fake and on real hosts alike, and holds the two

@@ -70,18 +70,6 @@ type MachineProvider interface {
 
 var _ MachineProvider = (*kvm2.Provider)(nil)
 
-func TestREADME_CodeIsWhatIsCompiledHere(t *testing.T) {
-	source := readText(t, "readme_test.go")
-	readme := readText(t, filepath.Join("..", "..", "README.md"))
-	for _, begin := range []string{"func TestMachineLife(", "type MachineProvider "} {
-		_, rest, _ := strings.Cut(source, "\n"+begin)
-		body, _, ok := strings.Cut(rest, "\n}\n")
-		if snippet := "```go\n" + begin + body + "\n}\n```\n"; !ok || !strings.Contains(readme, snippet) {
-			t.Errorf("README.md does not hold this, word for word:\n%s", snippet)
-		}
-	}
-}
-
 func TestREADME_NamesTheFlagsThatThereAre(t *testing.T) {
 	known := flags(&settings{}, &inputs{})
 	for line := range strings.Lines(readText(t, filepath.Join("..", "..", "README.md"))) {
