@@ -141,6 +141,10 @@ func (s *session) VolumeNames(ctx context.Context, pool string) ([]string, error
 	return ask(ctx, s, OpVolumeList, func(ctx context.Context) ([]string, error) { return s.conn.VolumeNames(ctx, pool) })
 }
 
+func (s *session) Volumes(ctx context.Context, pool string) ([]Volume, error) {
+	return ask(ctx, s, OpVolumeList, func(ctx context.Context) ([]Volume, error) { return s.conn.Volumes(ctx, pool) })
+}
+
 func (s *session) Volume(ctx context.Context, pool, name string) (Volume, error) {
 	return ask(ctx, s, OpVolumeLookup, func(ctx context.Context) (Volume, error) { return s.conn.Volume(ctx, pool, name) })
 }

@@ -488,19 +488,50 @@ func (c *libvirtConn) VolumeNames(ctx context.Context, pool string) ([]string, e
 	})
 }
 
+// volumeReaders bounds how many volumes are asked for at once.
+const volumeReaders = 64
+
+func (c *libvirtConn) Volumes(ctx context.Context, pool string) ([]Volume, error) {
+	names, err := c.VolumeNames(ctx, pool)
+	if err != nil {
+		return nil, err
+	}
+	return fetch(ctx, c, func() ([]Volume, error) {
+		volumes := make([]Volume, len(names))
+		var calls []func() error
+		for i, name := range names {
+			calls = append(calls, func() (err error) {
+				volumes[i], err = c.volume(pool, name)
+				if isCode(err, libvirt.ErrNoStorageVol) {
+					return nil // it has gone meanwhile
+				}
+				return err
+			})
+		}
+		for batch := range slices.Chunk(calls, volumeReaders) {
+			if err := together(batch...); err != nil {
+				return nil, err
+			}
+		}
+		return slices.DeleteFunc(volumes, func(v Volume) bool { return v.Name == "" }), nil
+	})
+}
+
 // volumeRef names a volume. libvirt finds volumes by pool and name alone.
 func volumeRef(pool, name string) libvirt.StorageVol {
 	return libvirt.StorageVol{Pool: pool, Name: name}
 }
 
 func (c *libvirtConn) Volume(ctx context.Context, pool, name string) (Volume, error) {
-	return fetch(ctx, c, func() (Volume, error) {
-		xml, err := c.client.StorageVolGetXMLDesc(volumeRef(pool, name), 0)
-		if err != nil {
-			return Volume{}, err
-		}
-		return readVolume(xml)
-	})
+	return fetch(ctx, c, func() (Volume, error) { return c.volume(pool, name) })
+}
+
+func (c *libvirtConn) volume(pool, name string) (Volume, error) {
+	xml, err := c.client.StorageVolGetXMLDesc(volumeRef(pool, name), 0)
+	if err != nil {
+		return Volume{}, err
+	}
+	return readVolume(xml)
 }
 
 // readVolume reads a volume's XML.

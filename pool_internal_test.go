@@ -90,6 +90,10 @@ func (c *stubConn) Network(ctx context.Context, name string) (Network, error) {
 	return Network{}, c.note(ctx, "Network "+name)
 }
 
+func (c *stubConn) Volumes(ctx context.Context, pool string) ([]Volume, error) {
+	return nil, c.note(ctx, "Volumes "+pool)
+}
+
 func (c *stubConn) VolumeNames(ctx context.Context, pool string) ([]string, error) {
 	return nil, c.note(ctx, "VolumeNames "+pool)
 }
@@ -478,6 +482,7 @@ func sessionCalls(s *session, u UUID) map[string]struct {
 		"Pool p":              {OpPoolLookup, func(ctx context.Context) error { _, err := s.Pool(ctx, "p"); return err }},
 		"RefreshPool p":       {OpPoolRefresh, func(ctx context.Context) error { return s.RefreshPool(ctx, "p") }},
 		"Network n":           {OpNetworkLookup, func(ctx context.Context) error { _, err := s.Network(ctx, "n"); return err }},
+		"Volumes p":           {OpVolumeList, func(ctx context.Context) error { _, err := s.Volumes(ctx, "p"); return err }},
 		"VolumeNames p":       {OpVolumeList, func(ctx context.Context) error { _, err := s.VolumeNames(ctx, "p"); return err }},
 		"Volume p v":          {OpVolumeLookup, func(ctx context.Context) error { _, err := s.Volume(ctx, "p", "v"); return err }},
 		"CreateVolume p <x/>": {OpVolumeCreate, func(ctx context.Context) error { return s.CreateVolume(ctx, "p", "<x/>") }},

@@ -62,7 +62,9 @@ type Conn interface {
 
 	// VolumeNames returns the names of the pool's volumes, sorted.
 	VolumeNames(ctx context.Context, pool string) ([]string, error)
-	// Volume returns one volume. Missing: code 50.
+	// Volumes returns all volumes of the pool, sorted by name; those that disappear meanwhile are left out.
+	Volumes(ctx context.Context, pool string) ([]Volume, error)
+	// Volume returns one volume, as it is at this moment: its sizes grow while another session writes. Missing: code 50.
 	Volume(ctx context.Context, pool, name string) (Volume, error)
 	// CreateVolume makes a volume of XML. It is atomic and exclusive: the name taken is code 90; a file of that name
 	// that the pool does not know is code 55.

@@ -212,6 +212,22 @@ func (c *conn) VolumeNames(ctx context.Context, pool string) ([]string, error) {
 	})
 }
 
+func (c *conn) Volumes(ctx context.Context, pool string) ([]kvm2.Volume, error) {
+	return ask(ctx, c, Call{Op: kvm2.OpVolumeList, Pool: pool}, func(h *Host) ([]kvm2.Volume, error) {
+		p, err := h.activePool(pool)
+		if err != nil {
+			return nil, err
+		}
+		var out []kvm2.Volume
+		for _, name := range p.volumeNames() {
+			if v, err := p.seenVolume(p.volumes[name]); err == nil {
+				out = append(out, v)
+			}
+		}
+		return out, nil
+	})
+}
+
 func (c *conn) Volume(ctx context.Context, pool, name string) (kvm2.Volume, error) {
 	return ask(ctx, c, Call{Op: kvm2.OpVolumeLookup, Pool: pool, Object: name}, func(h *Host) (kvm2.Volume, error) {
 		p, v, err := h.volumeNamed(pool, name)

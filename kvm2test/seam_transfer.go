@@ -156,6 +156,26 @@ func brokenTransferCases() []seamCase {
 			}
 			s.wantBroken(s.conn)
 		}},
+		{"Volume/DuringUpload", "Another session sees a volume's size grow while an upload is under way, without a refresh.", needTransfers, func(s *seam) {
+			s.rawVolume("v", 0)
+			r, w := io.Pipe()
+			result := make(chan error, 1)
+			go func() { result <- s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), r) }()
+			other := s.dial()
+			for sent := int64(1 << 20); sent <= 3<<20; sent += 1 << 20 {
+				_, err := w.Write(pattern(1 << 20))
+				s.must(err)
+				s.eventually("seeing what was sent", func() bool {
+					v, err := other.Volume(s.ctx, s.caps.Pool, s.name("v"))
+					s.must(err)
+					return v.PhysicalBytes > sent-1<<19 && v.PhysicalBytes <= sent
+				})
+			}
+			_ = w.Close()
+			var err error
+			s.promptly("the upload", func() { err = <-result })
+			s.must(err)
+		}},
 		{"DeleteVolume/DuringUpload", "A volume can be deleted while an upload into it is under way.", needTransfers, func(s *seam) {
 			s.rawVolume("v", 0)
 			r, w := io.Pipe()

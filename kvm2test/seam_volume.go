@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"path"
 	"slices"
+	"strings"
 
 	"github.com/kvm2/kvm2"
 )
@@ -63,6 +64,24 @@ func volumeCases() []seamCase {
 		}},
 		{"VolumeNames/NoPool", "The volumes of a pool that does not exist are code 49.", "", func(s *seam) {
 			_, err := s.conn.VolumeNames(s.ctx, s.name("none"))
+			s.wantCode(err, 49)
+		}},
+		{"Volumes/AsVolume", "Volumes returns every volume, sorted by name, with all that Volume says of it.", "", func(s *seam) {
+			s.qcow2Volume("base", 1<<20)
+			s.overlay("top", 2<<20)
+			s.rawVolume("a", 4096)
+			volumes := get[[]kvm2.Volume](s, "Volumes")(s.conn.Volumes(s.ctx, s.caps.Pool))
+			if !slices.IsSortedFunc(volumes, func(a, b kvm2.Volume) int { return strings.Compare(a.Name, b.Name) }) {
+				s.Errorf("got %+v, want them sorted", volumes)
+			}
+			for _, part := range []string{"base", "top", "a"} {
+				if want := s.volume(part); !slices.Contains(volumes, want) {
+					s.Errorf("got %+v, want %+v among them", volumes, want)
+				}
+			}
+		}},
+		{"Volumes/NoPool", "The volumes of a pool that does not exist are code 49.", "", func(s *seam) {
+			_, err := s.conn.Volumes(s.ctx, s.name("none"))
 			s.wantCode(err, 49)
 		}},
 		{"Volume/Missing", "A volume that does not exist is code 50.", "", func(s *seam) {
