@@ -66,7 +66,8 @@ type Config struct {
 //
 // +kubebuilder:object:generate=true
 type ImagesConfig struct {
-	// StallTimeout ends a transfer in which nothing moved for so long. Default 1m.
+	// StallTimeout ends a transfer in which nothing moved for so long. An attempt of another process that has not grown
+	// for so long is taken for dead. Default 1m.
 	StallTimeout Duration `json:"stallTimeout,omitempty"`
 	// Timeout bounds the whole transfer of one image, all attempts together. Default 1h.
 	Timeout Duration `json:"timeout,omitempty"`

@@ -71,7 +71,7 @@ func (c *creation) build(ctx context.Context) (*ImageProgress, error) {
 		return nil, err
 	}
 	need := machineNeed(c.plan.spec, len(seed))
-	if err := c.space.reserve(c.plan.id, pool, claim{bytes: need}, c.cfg.OvercommitPercent); err != nil {
+	if err := c.space.reserve(c.plan.id, pool, claim{bytes: need, image: c.plan.image.pointer}, c.cfg.OvercommitPercent); err != nil {
 		return nil, err
 	}
 	base, progress, err := c.images.ensure(ctx, c.conn, c.plan.spec.Image)
@@ -137,19 +137,8 @@ func activeNetwork(ctx context.Context, conn Conn, name string) (Network, error)
 }
 
 func (c *creation) makeVolumes(ctx context.Context, base baseImage, seed []byte) error {
-	root := c.plan.volume(volumeRoot)
-	xml, err := overlayXML(root, c.plan.spec.RootDiskBytes, base.path, base.format)
-	if err != nil {
+	if err := c.makeRoot(ctx, base); err != nil {
 		return err
-	}
-	want := Volume{CapacityBytes: c.plan.spec.RootDiskBytes, BackingPath: base.path}
-	if err := c.makeDisk(ctx, root, xml, want); err != nil {
-		return err
-	}
-	// Pruning removes an image that no volume uses, its pointer first: if the pointer is still there now, the overlay
-	// was seen.
-	if _, err := c.images.lookup(ctx, c.conn, c.plan.image); err != nil {
-		return lookAgain(err, "image of %q", root)
 	}
 	for _, d := range c.plan.spec.Disks {
 		name := c.plan.dataVolume(d.Name)
@@ -162,6 +151,33 @@ func (c *creation) makeVolumes(ctx context.Context, base baseImage, seed []byte)
 		}
 	}
 	return c.makeSeed(ctx, seed)
+}
+
+// errBaseGone says that a root disk stands, or was to stand, on data that are not the published image any more.
+var errBaseGone = errors.New("its image was removed meanwhile")
+
+// makeRoot makes the overlay on the image, and looks at the image once more. Who removes an image removes the pointer
+// first, and the data only if nothing stands on them after that. So if the pointer is still there now, the overlay will
+// be seen; if not, the machine begins anew.
+func (c *creation) makeRoot(ctx context.Context, base baseImage) error {
+	root := c.plan.volume(volumeRoot)
+	xml, err := overlayXML(root, c.plan.spec.RootDiskBytes, base.path, base.format)
+	if err != nil {
+		return err
+	}
+	want := Volume{CapacityBytes: c.plan.spec.RootDiskBytes, BackingPath: base.path}
+	makeErr := c.makeDisk(ctx, root, xml, want)
+	if makeErr != nil && ClassOf(makeErr) != ClassPermanent { // one whose image has gone cannot be made: that is Permanent
+		return makeErr
+	}
+	now, err := c.images.lookup(ctx, c.conn, c.plan.image)
+	if ClassOf(err) == ClassNotFound || err == nil && now.path != base.path {
+		return transient(ErrConflict, "volume %q: %w", root, errBaseGone)
+	}
+	if makeErr != nil {
+		return makeErr
+	}
+	return err
 }
 
 // makeDisk makes a volume, or finds that an earlier call made it as it is wanted.
@@ -179,6 +195,9 @@ func (c *creation) makeDisk(ctx context.Context, name, xml string, want Volume) 
 	}
 	if v.unfinished() {
 		return transient(ErrConflict, "volume %q is just being made by another process", name)
+	}
+	if v.CapacityBytes == want.CapacityBytes && c.plan.image.isAttempt(v.backingName()) {
+		return transient(ErrConflict, "volume %q: %w", name, errBaseGone)
 	}
 	return invalidf("volume %q was begun with another size or image: it is removed, create the machine anew", name)
 }
@@ -307,21 +326,26 @@ func (c *creation) settle(ctx context.Context, d Domain, md *metadata) error {
 	return lookAgain(c.conn.SetDomainMetadata(ctx, c.plan.uuid, element), "domain %q", c.plan.domain)
 }
 
-// whole reports whether all volumes of the machine exist.
+// whole reports whether all volumes of the machine exist, and the image under the root disk.
 func (c *creation) whole(ctx context.Context) (bool, error) {
-	for _, name := range c.plan.volumes() {
-		if _, err := c.conn.Volume(ctx, c.cfg.Pool, name); err != nil {
+	names := c.plan.volumes()
+	for i := 0; i < len(names); i++ {
+		v, err := c.conn.Volume(ctx, c.cfg.Pool, names[i])
+		if err != nil {
 			return false, gone(err)
+		}
+		if base := v.backingName(); c.plan.image.isAttempt(base) {
+			names = append(names, base)
 		}
 	}
 	return true, nil
 }
 
-// abandon cleans up after an error that trying again cannot mend, when there is no domain: the machine's own
-// volumes go. If another process defined the domain meanwhile, and its disks went with that, it goes as well, and
-// the next Create makes it anew.
+// abandon cleans up after an error that going on cannot mend, when there is no domain: the machine's own volumes go.
+// If another process defined the domain meanwhile, and its disks went with that, it goes as well, and the next Create
+// makes it anew.
 func (c *creation) abandon(ctx context.Context, cause error) error {
-	if class := ClassOf(cause); class != ClassPermanent && class != ClassQuota {
+	if class := ClassOf(cause); class != ClassPermanent && class != ClassQuota && !errors.Is(cause, errBaseGone) {
 		return cause
 	}
 	c.space.release(c.plan.id)

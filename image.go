@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"path"
+	"regexp"
 	"strings"
 	"sync"
 	"time"
@@ -34,7 +36,31 @@ func (n imageName) attempt() string {
 	return n.pointer + "-" + hex.EncodeToString(b[:])
 }
 
-func (n imageName) isAttempt(volume string) bool { return strings.HasPrefix(volume, n.pointer+"-") }
+// isAttempt reports whether a volume is an attempt at the image. A name that only begins like one is somebody else's.
+func (n imageName) isAttempt(volume string) bool {
+	attempt, ok := strings.CutPrefix(volume, n.pointer+"-")
+	return ok && attemptForm.MatchString(attempt)
+}
+
+var (
+	attemptForm     = regexp.MustCompile(`^[0-9a-f]{16}$`)
+	imageVolumeForm = regexp.MustCompile(`^([0-9a-f]{64}|[0-9a-f]{128})(-[0-9a-f]{16})?$`)
+)
+
+// imageOfVolume says which image of the scope a volume belongs to, as its pointer or as an attempt at it. The form is
+// strict, so that no name is one of two scopes, whatever dashes they have.
+func imageOfVolume(scope, volume string) (imageName, bool) {
+	rest, ok := strings.CutPrefix(volume, scope+"-image-")
+	parts := imageVolumeForm.FindStringSubmatch(rest)
+	if !ok || parts == nil {
+		return imageName{}, false
+	}
+	algorithm := "sha256:"
+	if len(parts[1]) == 128 {
+		algorithm = "sha512:"
+	}
+	return newImageName(scope, algorithm+parts[1]), true
+}
 
 // baseImage is a published image, as root disks need it.
 type baseImage struct {
@@ -43,17 +69,24 @@ type baseImage struct {
 	virtualSize int64
 }
 
+// isIn reports whether the image's bytes are in that volume.
+func (b baseImage) isIn(volume string) bool { return path.Base(b.path) == volume }
+
 // imageCache makes images available in the pool. Within the process an image is transferred once however many
 // machines wait for it.
 type imageCache struct {
 	cfg    Config
-	open   func(context.Context) (*session, error)
+	open   func(context.Context) (*session, error)       // a connection of one's own
+	with   func(context.Context, func(Conn) error) error // a short use of one that is shared
 	http   *http.Client
 	log    *slog.Logger
+	tell   func(ImageEvent) // may be nil
 	space  *reservations
 	slots  chan struct{} // one token for each transfer under way
 	ctx    context.Context
 	cancel context.CancelFunc
+
+	attempts *attempts
 
 	mu   sync.Mutex
 	jobs map[string]*imageJob // by checksum
@@ -62,18 +95,20 @@ type imageCache struct {
 
 // imageJob is one image's transfer, under way or failed.
 type imageJob struct {
-	progress *progress
+	progress *progress // nil while none is under way
+	attempts int       // how many have been made
 	failures int
 	err      error     // of the last transfer; nil while one is under way
 	retry    time.Time // not before this may another begin
 }
 
-func newImageCache(cfg Config, open func(context.Context) (*session, error), client *http.Client, log *slog.Logger, space *reservations) *imageCache {
+func newImageCache(e endpoint, conns *connPool, space *reservations) *imageCache {
 	ctx, cancel := context.WithCancel(context.Background())
 	return &imageCache{
-		cfg: cfg, open: open, http: client, log: log, space: space,
-		slots: make(chan struct{}, cfg.Images.MaxTransfers),
+		cfg: e.cfg, open: e.dial.open, with: conns.with, http: e.http, log: e.log, tell: e.progress, space: space,
+		slots: make(chan struct{}, e.cfg.Images.MaxTransfers),
 		ctx:   ctx, cancel: cancel, jobs: map[string]*imageJob{},
+		attempts: newAttempts(time.Duration(e.cfg.Images.StallTimeout)),
 	}
 }
 
@@ -109,9 +144,9 @@ func (c *imageCache) lookup(ctx context.Context, conn Conn, name imageName) (bas
 	if pointer.unfinished() {
 		return baseImage{}, transient(ErrConflict, "volume %q is just being made by another process", name.pointer)
 	}
-	dataName := pointer.BackingPath[strings.LastIndexByte(pointer.BackingPath, '/')+1:]
+	dataName := pointer.backingName()
 	if !name.isAttempt(dataName) {
-		return baseImage{}, permanent(ErrImage, "volume %q is no image of kvm2: its backing store is %q; remove it", name.pointer, clip(pointer.BackingPath))
+		return baseImage{}, notAnImage(pointer)
 	}
 	if _, err := conn.Volume(ctx, c.cfg.Pool, dataName); err != nil {
 		if ClassOf(err) == ClassNotFound {
@@ -120,6 +155,11 @@ func (c *imageCache) lookup(ctx context.Context, conn Conn, name imageName) (bas
 		return baseImage{}, err
 	}
 	return baseImage{path: pointer.BackingPath, format: pointer.BackingFormat, virtualSize: pointer.CapacityBytes}, nil
+}
+
+// notAnImage is the error for a volume that stands in a pointer's place.
+func notAnImage(v Volume) error {
+	return permanent(ErrImage, "volume %q is no image of kvm2: its backing store is %q; remove it", v.Name, clip(v.BackingPath))
 }
 
 // join starts the image's transfer or joins the one under way. After a failure it returns the error until it is time
@@ -140,7 +180,7 @@ func (c *imageCache) join(image Image, name imageName) (*ImageProgress, error) {
 	}
 	if job.progress == nil {
 		job.err = nil
-		job.progress = &progress{attempt: job.failures + 1}
+		job.progress = &progress{image: name.checksum, tell: c.tell, attempt: job.attempts + 1}
 		c.wg.Go(func() { c.transfer(image, name, job) })
 	}
 	return job.progress.snapshot(), nil
@@ -148,18 +188,17 @@ func (c *imageCache) join(image Image, name imageName) (*ImageProgress, error) {
 
 // transfer runs one transfer to its end and keeps the outcome for the next Create.
 func (c *imageCache) transfer(image Image, name imageName, job *imageJob) {
-	ctx, cancel := context.WithTimeout(c.ctx, time.Duration(c.cfg.Images.Timeout))
-	defer cancel()
-	err := c.waitForSlot(ctx)
-	if err == nil {
-		t := &imageTransfer{imageCache: c, image: image, name: name, progress: job.progress}
-		err = t.run(ctx)
-		<-c.slots
-	}
+	t := &imageTransfer{imageCache: c, image: image, name: name, progress: job.progress}
+	err := t.run(c.ctx)
 	c.space.release(name.pointer)
+	t.progress.event(true, err)
+	c.conclude(name, job, err)
+}
 
+func (c *imageCache) conclude(name imageName, job *imageJob, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	job.attempts = job.progress.attempts()
 	job.progress, job.err = nil, err
 	if err == nil {
 		delete(c.jobs, name.checksum)
@@ -171,7 +210,7 @@ func (c *imageCache) transfer(image Image, name imageName, job *imageJob) {
 	if errors.Is(err, ErrConflict) {
 		level = slog.LevelInfo // another process was faster
 	}
-	c.log.LogAttrs(ctx, level, "image transfer failed",
+	c.log.LogAttrs(c.ctx, level, "image transfer failed",
 		slog.String("image", name.checksum), slog.Int("failures", job.failures), slog.String("error", err.Error()))
 }
 
@@ -197,48 +236,4 @@ func (c *imageCache) forget(name imageName) {
 	if job := c.jobs[name.checksum]; job != nil && job.progress == nil {
 		delete(c.jobs, name.checksum)
 	}
-}
-
-// progress is an ImageProgress that several goroutines watch.
-type progress struct {
-	attempt int
-
-	mu    sync.Mutex
-	phase ImagePhase
-	done  int64
-	total int64
-}
-
-func (p *progress) enter(phase ImagePhase) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.phase = phase
-}
-
-func (p *progress) begin(total int64) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.phase, p.done, p.total = ImageTransferring, 0, total
-}
-
-func (p *progress) add(n int) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.done += int64(n)
-}
-
-func (p *progress) written() int64 {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.done
-}
-
-func (p *progress) snapshot() *ImageProgress {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	phase := p.phase
-	if phase == "" {
-		phase = ImageOpening
-	}
-	return &ImageProgress{Phase: phase, DoneBytes: p.done, TotalBytes: p.total, Attempt: p.attempt}
 }

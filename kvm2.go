@@ -31,6 +31,8 @@ type options struct {
 	log    *slog.Logger
 	http   *http.Client
 	mutate func(*libvirtxml.Domain)
+
+	progress func(ImageEvent)
 }
 
 // WithDialer replaces the connection that Config.URI describes: by the fake, or by one of your own. URI is still
@@ -59,11 +61,12 @@ func New(cfg Config, opts ...Option) (*Provider, error) {
 		return nil, err
 	}
 	space := &reservations{}
+	conns := newConnPool(e.dial.open, e.cfg.MaxConnections, time.Duration(e.cfg.IdleTimeout))
 	return &Provider{
 		cfg:    e.cfg,
 		host:   e.host,
-		conns:  newConnPool(e.dial.open, e.cfg.MaxConnections, time.Duration(e.cfg.IdleTimeout)),
-		images: newImageCache(e.cfg, e.dial.open, e.http, e.log, space),
+		conns:  conns,
+		images: newImageCache(e, conns, space),
 		space:  space,
 		locks:  newKeyedLock(),
 		mutate: e.mutate,

@@ -139,19 +139,22 @@ const (
 type ImageProgress struct {
 	// Phase is what is being done.
 	Phase ImagePhase
-	// DoneBytes have been sent to the host in this attempt.
+	// DoneBytes have been sent to the host in this attempt; in phase ImageWaiting, by the other process.
 	DoneBytes int64
 	// TotalBytes is the file's size; 0 while it is unknown.
 	TotalBytes int64
-	// Attempt counts from 1.
+	// BytesPerSecond is how fast DoneBytes grew in the last 5 seconds; 0 in the first second.
+	BytesPerSecond int64
+	// Attempt counts this process's attempts at the image from 1.
 	Attempt int
 }
 
 // ImagePhase is a step of an image transfer.
 type ImagePhase string
 
-// The phases of an image transfer, in order.
+// The phases of an image transfer, in order. One that finds another process at the image begins with ImageWaiting.
 const (
+	ImageWaiting      ImagePhase = "waiting"
 	ImageOpening      ImagePhase = "opening"
 	ImageTransferring ImagePhase = "transferring"
 	ImageVerifying    ImagePhase = "verifying"

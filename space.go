@@ -43,6 +43,7 @@ type reservations struct {
 // claim is one creation's claim.
 type claim struct {
 	bytes   int64
+	image   string       // the pointer of the image that a machine waits for or is made of; empty for a transfer
 	written func() int64 // how much of it is on the disk already, and so no longer among the available; nil: nothing
 
 	pool  string
@@ -80,6 +81,19 @@ func (r *reservations) reserve(key string, p Pool, c claim, overcommitPercent in
 	c.pool, c.until = p.Name, now.Add(reservationTTL)
 	r.claims[key] = c
 	return nil
+}
+
+// wants reports whether a machine that is being created needs the image.
+func (r *reservations) wants(pointer string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := time.Now()
+	for _, c := range r.claims {
+		if c.image == pointer && !now.After(c.until) {
+			return true
+		}
+	}
+	return false
 }
 
 func (r *reservations) release(key string) {

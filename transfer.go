@@ -10,7 +10,7 @@ import (
 	"fmt"
 	"hash"
 	"io"
-	"slices"
+	"log/slog"
 	"strings"
 	"time"
 
@@ -34,11 +34,36 @@ type sentImage struct {
 	bytes       int64
 }
 
-// run transfers the image. A wrong checksum is tried once more from the start: proxies and mirrors do serve damaged
-// files.
+// run brings the image into the pool. As long as another process is at it, it is waited for: its bytes need not be
+// sent twice.
 func (t *imageTransfer) run(ctx context.Context) error {
+	for {
+		err := t.transferInSlot(ctx)
+		if !errors.Is(err, errOthers) {
+			return err
+		}
+		if published, err := t.waitForOthers(ctx); published || err != nil {
+			return err
+		}
+	}
+}
+
+func (t *imageTransfer) transferInSlot(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, time.Duration(t.cfg.Images.Timeout))
+	defer cancel()
+	if err := t.waitForSlot(ctx); err != nil {
+		return err
+	}
+	defer func() { <-t.slots }()
+	return t.transfer(ctx)
+}
+
+// transfer transfers the image. A wrong checksum is tried once more from the start: proxies and mirrors do serve damaged
+// files.
+func (t *imageTransfer) transfer(ctx context.Context) error {
 	err := t.try(ctx)
 	if errors.Is(err, errWrongChecksum) {
+		t.progress.another()
 		err = t.try(ctx)
 	}
 	return err
@@ -60,11 +85,6 @@ func (t *imageTransfer) try(ctx context.Context) error {
 
 func (t *imageTransfer) attempt(ctx context.Context) error {
 	t.enter(ImageOpening)
-	src, err := openSource(ctx, t.http, t.image.URL)
-	if err != nil {
-		return err
-	}
-	defer func() { _ = src.body.Close() }()
 	conn, err := t.open(ctx)
 	if err != nil {
 		return err
@@ -73,17 +93,20 @@ func (t *imageTransfer) attempt(ctx context.Context) error {
 	if done, err := t.alreadyPublished(ctx, conn); done || err != nil {
 		return err
 	}
-	volume := t.name.attempt()
-	if err := t.fill(ctx, conn, src, volume); err != nil {
-		return errors.Join(err, t.removeAttempt(ctx, volume))
+	if err := t.yield(ctx, conn, ""); err != nil {
+		return err
 	}
-	return nil
+	src, err := openSource(ctx, t.http, t.image.URL)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = src.body.Close() }()
+	return t.fill(ctx, conn, src)
 }
 
-func (t *imageTransfer) enter(phase ImagePhase) {
-	t.stalls.moved()
-	t.progress.enter(phase)
-}
+// enter begins a phase. Nothing but bytes resets the clock for standing still: to other processes an attempt is dead when
+// it has not grown for that time, so by then it must be published or given up.
+func (t *imageTransfer) enter(phase ImagePhase) { t.progress.enter(phase) }
 
 // alreadyPublished looks whether another process was faster.
 func (t *imageTransfer) alreadyPublished(ctx context.Context, conn Conn) (bool, error) {
@@ -94,8 +117,9 @@ func (t *imageTransfer) alreadyPublished(ctx context.Context, conn Conn) (bool, 
 	return err == nil, err
 }
 
-// fill uploads, verifies and publishes one attempt.
-func (t *imageTransfer) fill(ctx context.Context, conn Conn, src source, volume string) error {
+// fill makes one attempt: it looks at the image's header before anything is written, then uploads, verifies and
+// publishes.
+func (t *imageTransfer) fill(ctx context.Context, conn Conn, src source) error {
 	head := bufio.NewReaderSize(src.body, imageprobe.HeadSize)
 	info, err := probe(head)
 	if err != nil {
@@ -108,14 +132,25 @@ func (t *imageTransfer) fill(ctx context.Context, conn Conn, src source, volume 
 	if err := t.space.reserve(t.name.pointer, pool, claim{bytes: src.size, written: t.progress.written}, t.cfg.OvercommitPercent); err != nil {
 		return err
 	}
+	volume := t.name.attempt()
 	xml, err := uploadXML(volume)
 	if err != nil {
 		return err
 	}
-	if err := conn.CreateVolume(ctx, t.cfg.Pool, xml); err != nil {
+	t.attempts.begin(volume)
+	err = conn.CreateVolume(ctx, t.cfg.Pool, xml)
+	if err == nil {
+		err = t.write(ctx, conn, head, src.size, volume, info)
+	}
+	return t.conclude(ctx, volume, err)
+}
+
+// write puts the image into its volume and publishes it, unless another process is found to do so.
+func (t *imageTransfer) write(ctx context.Context, conn Conn, r io.Reader, size int64, volume string, info imageprobe.Info) error {
+	if err := t.yield(ctx, conn, volume); err != nil {
 		return err
 	}
-	sent, err := t.upload(ctx, conn, head, src.size, volume)
+	sent, err := t.upload(ctx, conn, r, size, volume)
 	if err != nil {
 		return err
 	}
@@ -147,7 +182,7 @@ func probe(r *bufio.Reader) (imageprobe.Info, error) {
 
 // upload sends the image while hashing and counting it.
 func (t *imageTransfer) upload(ctx context.Context, conn Conn, r io.Reader, size int64, volume string) (sentImage, error) {
-	t.progress.begin(size)
+	t.progress.transferring(size)
 	digest := newDigest(t.image.Checksum)
 	counted := &countingReader{r: io.TeeReader(r, digest), step: func(n int) {
 		t.stalls.moved()
@@ -178,50 +213,101 @@ func (t *imageTransfer) verifyOnHost(ctx context.Context, conn Conn, sent sentIm
 	return v.Path, nil
 }
 
-// publish creates the pointer. Whoever creates it first has published; everybody else's attempt is garbage then,
-// and so is what dead processes have left.
+var (
+	// errBeaten says that another process has published the image first.
+	errBeaten = errors.New("another process was faster")
+	// errUncertain says that nobody knows whether the image is published.
+	errUncertain = errors.New("the outcome of the publication is unknown")
+)
+
+// publish creates the pointer. Whoever creates it first has published, and removes what dead processes have left.
+//
+// A pointer is created once and never again: who has removed one, and has seen after that that nothing stands on the data,
+// may delete them, because whoever makes an overlay looks afterwards whether the pointer is still there.
 func (t *imageTransfer) publish(ctx context.Context, conn Conn, sent sentImage, path string) error {
 	xml, err := overlayXML(t.name.pointer, sent.virtualSize, path, sent.format)
 	if err != nil {
 		return err
 	}
 	err = conn.CreateVolume(ctx, t.cfg.Pool, xml)
-	if err != nil && !errors.Is(err, ErrConflict) {
-		return err
+	if errors.Is(err, ErrConflict) {
+		return t.beaten(ctx, conn)
 	}
-	winner, err := t.lookup(ctx, conn, t.name)
-	if err != nil {
-		return lookAgain(err, "volume %q", t.name.pointer)
+	if err != nil && !isLibvirtAnswer(err) {
+		return fmt.Errorf("%w: %w", errUncertain, err)
 	}
-	names, err := conn.VolumeNames(ctx, t.cfg.Pool)
 	if err != nil {
 		return err
 	}
-	for _, name := range slices.DeleteFunc(names, func(n string) bool { return !t.name.isAttempt(n) }) {
-		if strings.HasSuffix(winner.path, "/"+name) {
-			continue
-		}
-		if err := gone(conn.DeleteVolume(ctx, t.cfg.Pool, name)); err != nil {
-			return err
-		}
+	if err := t.removeDead(ctx, conn); err != nil {
+		t.log.LogAttrs(ctx, slog.LevelWarn, "removing what dead processes left of an image",
+			slog.String("image", t.name.checksum), slog.String("error", err.Error()))
 	}
 	return nil
 }
 
-// removeAttempt removes a failed attempt on a fresh connection: the transfer's own may be broken, its context over.
-// If the host cannot be reached, the next publisher removes it.
-func (t *imageTransfer) removeAttempt(ctx context.Context, volume string) error {
+// beaten finds out who has published. Where pools of several hosts share a directory, the pool may not know it yet.
+func (t *imageTransfer) beaten(ctx context.Context, conn Conn) error {
+	_, err := t.lookup(ctx, conn, t.name)
+	if err == nil {
+		return errBeaten
+	}
+	if ClassOf(err) == ClassNotFound {
+		err = errors.Join(lookAgain(err, "volume %q", t.name.pointer), conn.RefreshPool(ctx, t.cfg.Pool))
+	}
+	return err
+}
+
+// conclude ends an attempt: it is published, or it is removed.
+func (t *imageTransfer) conclude(ctx context.Context, volume string, err error) error {
+	if err == nil {
+		t.attempts.end(volume)
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Duration(t.cfg.CallTimeout))
 	defer cancel()
+	if errors.Is(err, errUncertain) {
+		return t.resolve(ctx, volume, err)
+	}
+	removeErr := t.removeAttempt(ctx, volume)
+	if errors.Is(err, errBeaten) {
+		return removeErr
+	}
+	return errors.Join(err, removeErr)
+}
+
+// resolve looks whether the attempt has been published. If it seems not, it is left to whoever publishes next, or to
+// PruneImages: the call that was lost may still be at work on the host, and machines may come to stand on the volume.
+func (t *imageTransfer) resolve(ctx context.Context, volume string, cause error) error {
 	conn, err := t.open(ctx)
 	if err != nil {
+		t.attempts.abandon(volume)
+		return errors.Join(cause, err)
+	}
+	defer func() { _ = conn.Close() }()
+	if winner, err := t.lookup(ctx, conn, t.name); err == nil && winner.isIn(volume) {
+		t.attempts.end(volume)
+		return nil
+	}
+	t.attempts.abandon(volume)
+	return cause
+}
+
+// removeAttempt removes an attempt that was never published, on a fresh connection: the transfer's own may be broken,
+// its context over. If the host cannot be reached, the next publisher removes it, or PruneImages.
+func (t *imageTransfer) removeAttempt(ctx context.Context, volume string) error {
+	conn, err := t.open(ctx)
+	if err != nil {
+		t.attempts.abandon(volume)
 		return err
 	}
 	defer func() { _ = conn.Close() }()
-	if winner, err := t.lookup(ctx, conn, t.name); err == nil && strings.HasSuffix(winner.path, "/"+volume) {
-		return nil // the reply that it was published was lost
+	if err := gone(conn.DeleteVolume(ctx, t.cfg.Pool, volume)); err != nil {
+		t.attempts.abandon(volume)
+		return err
 	}
-	return gone(conn.DeleteVolume(ctx, t.cfg.Pool, volume))
+	t.attempts.end(volume)
+	return nil
 }
 
 func newDigest(checksum string) hash.Hash {
