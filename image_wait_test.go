@@ -278,8 +278,8 @@ func TestImage_WrongChecksumIsPublishedByNobody(t *testing.T) {
 		}
 		wg.Wait()
 		l.wantNothingLeft()
-		if left := l.imageVolumes(); len(left) != 0 || w.count() != 4 {
-			l.Errorf("asked for %d times, volumes left: %q; want two attempts of each, and nothing left", w.count(), left)
+		if left := l.imageVolumes(); len(left) != 0 || len(l.imageUploads()) != 4 {
+			l.Errorf("uploads: %v, volumes left: %q; want two attempts of each, and nothing left", l.imageUploads(), left)
 		}
 	})
 }

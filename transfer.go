@@ -24,6 +24,7 @@ type imageTransfer struct {
 	name     imageName
 	progress *progress
 	stalls   *stallWatch // of the current try
+	damaged  bool        // a wrong checksum has been tried again
 }
 
 // sentImage is what a data volume holds after its upload.
@@ -59,10 +60,11 @@ func (t *imageTransfer) transferInSlot(ctx context.Context) error {
 }
 
 // transfer transfers the image. A wrong checksum is tried once more from the start: proxies and mirrors do serve damaged
-// files.
+// files. It stays at once also when another process is waited for in between, or two could keep each other at it.
 func (t *imageTransfer) transfer(ctx context.Context) error {
 	err := t.try(ctx)
-	if errors.Is(err, errWrongChecksum) {
+	if errors.Is(err, errWrongChecksum) && !t.damaged {
+		t.damaged = true
 		t.progress.another()
 		err = t.try(ctx)
 	}
