@@ -216,10 +216,17 @@ func failedStep(err error) CheckName {
 		}
 		return CheckAuthentication
 	}
-	if _, ok := errors.AsType[*sshdial.ForwardError](err); ok || isLibvirtAnswer(err) {
+	if isDaemonOutOfReach(err) || isLibvirtAnswer(err) {
 		return CheckDaemon
 	}
 	return CheckDial
+}
+
+// isDaemonOutOfReach reports whether the SSH server was reached and no daemon behind it.
+func isDaemonOutOfReach(err error) bool {
+	_, forward := errors.AsType[*sshdial.ForwardError](err)
+	_, command := errors.AsType[*sshdial.CommandError](err)
+	return forward || command
 }
 
 var connectionAdvice = map[CheckName]string{

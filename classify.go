@@ -207,11 +207,24 @@ func judgeTransport(err error) verdict {
 	if _, ok := errors.AsType[*ssh.AlgorithmNegotiationError](err); ok {
 		return isPermanent
 	}
-	if e, ok := errors.AsType[*sshdial.ForwardError](err); ok && (e.Reason == ssh.Prohibited || e.Reason == ssh.UnknownChannelType) {
+	if isFinalRefusal(err) {
 		return isPermanent
 	}
 	if errors.Is(err, fs.ErrPermission) {
 		return isUnauthorized
 	}
 	return isTransient
+}
+
+// isFinalRefusal reports whether an SSH server will not do what it was asked, however often: open a socket or a
+// connection, or run a command. Of several ways none may be open to hope.
+func isFinalRefusal(err error) bool {
+	if e, ok := errors.AsType[*sshdial.NoWayError](err); ok {
+		return !slices.ContainsFunc(e.Errs, func(err error) bool { return !isFinalRefusal(err) })
+	}
+	if e, ok := errors.AsType[*sshdial.CommandError](err); ok && e.Status == 127 { // the host does not have it
+		return true
+	}
+	e, ok := errors.AsType[*ssh.OpenChannelError](err)
+	return ok && (e.Reason == ssh.Prohibited || e.Reason == ssh.UnknownChannelType)
 }

@@ -52,8 +52,11 @@ func (d *libvirtDialer) connect(ctx context.Context) (net.Conn, error) {
 
 func (d *libvirtDialer) sshConfig() sshdial.Config {
 	c := sshdial.Config{
-		User: d.uri.user, Host: d.uri.host, Port: d.uri.port,
-		KeyFiles: d.uri.keyFiles, KnownHostsFiles: d.uri.knownHosts, Sockets: d.uri.sockets,
+		Hop: sshdial.Hop{
+			User: d.uri.user, Host: d.uri.host, Port: d.uri.port,
+			KeyFiles: d.uri.keyFiles, KnownHostsFiles: d.uri.knownHosts,
+		},
+		Sockets:           d.uri.sockets,
 		KeepaliveInterval: sshKeepalive, KeepaliveCount: sshKeepaliveCount,
 	}
 	if len(c.Sockets) == 0 {

@@ -26,34 +26,70 @@ type credentials struct {
 	stopWatch func() bool // of the context, for agent
 }
 
-// loadCredentials reads the keys that cfg names.
-func loadCredentials(ctx context.Context, cfg Config) (*credentials, error) {
+// keyring reads the keys of one dial, each once however many servers need it.
+type keyring struct {
+	cfg     Config
+	files   map[string][]ssh.Signer
+	signers []ssh.Signer
+	asked   bool // for the signers
+}
+
+// credentials are those that are meant for the hop.
+func (k *keyring) credentials(ctx context.Context, hop Hop) (*credentials, error) {
 	creds := &credentials{}
-	for _, path := range cfg.KeyFiles {
-		signers, err := loadKey(path, cfg.Passphrase)
+	for _, path := range hop.KeyFiles {
+		signers, err := k.file(ctx, path)
 		if err != nil {
 			return nil, err
 		}
 		creds.signers = append(creds.signers, signers...)
 	}
-	if cfg.Signers != nil {
-		signers, err := cfg.Signers()
-		if err != nil {
-			return nil, &MaterialError{What: "signers", Err: err}
-		}
-		creds.signers = append(creds.signers, signers...)
+	signers, err := k.given(ctx)
+	if err != nil {
+		return nil, err
 	}
-	if cfg.AgentSocket != "" {
-		if err := creds.addAgent(ctx, cfg.AgentSocket); err != nil {
+	creds.signers = append(creds.signers, signers...)
+	if hop.AgentSocket != "" {
+		if err := creds.addAgent(ctx, hop.AgentSocket); err != nil {
 			creds.close()
-			return nil, &MaterialError{Path: cfg.AgentSocket, What: "agent", Err: err}
+			return nil, &MaterialError{Path: hop.AgentSocket, What: "agent", Err: err}
 		}
 	}
 	if len(creds.signers) == 0 {
 		creds.close()
-		return nil, &AuthError{User: cfg.User, Host: cfg.Host, Err: errors.New("there is no key to offer: no key file, no signer and no key in an agent")}
+		return nil, &AuthError{User: hop.User, Host: hop.Host, Err: errors.New("there is no key to offer: no key file, no signer and no key in an agent")}
 	}
 	return creds, nil
+}
+
+// file returns what the key file at path is good for.
+func (k *keyring) file(ctx context.Context, path string) ([]ssh.Signer, error) {
+	if signers, ok := k.files[path]; ok {
+		return signers, nil
+	}
+	signers, err := loadKey(ctx, path, k.cfg.Passphrase)
+	if err != nil {
+		return nil, err
+	}
+	if k.files == nil {
+		k.files = map[string][]ssh.Signer{}
+	}
+	k.files[path] = signers
+	return signers, nil
+}
+
+// given returns the keys of Config.Signers.
+func (k *keyring) given(ctx context.Context) ([]ssh.Signer, error) {
+	if k.cfg.Signers == nil || k.asked {
+		return k.signers, nil
+	}
+	k.asked = true
+	signers, err := k.cfg.Signers(ctx)
+	if err != nil {
+		return nil, &MaterialError{What: "signers", Err: err}
+	}
+	k.signers = signers
+	return signers, nil
 }
 
 // addAgent adds the keys of the agent at socket. They stay usable until close or
@@ -84,8 +120,8 @@ func (c *credentials) close() {
 
 // loadKey returns what the key file at path is good for: the key, and before it
 // the certificate beside it.
-func loadKey(path string, passphrase func(string) ([]byte, error)) ([]ssh.Signer, error) {
-	key, err := parseKey(path, passphrase)
+func loadKey(ctx context.Context, path string, passphrase passphraseFunc) ([]ssh.Signer, error) {
+	key, err := parseKey(ctx, path, passphrase)
 	if err != nil {
 		return nil, &MaterialError{Path: path, What: "private key", Err: err}
 	}
@@ -100,7 +136,9 @@ func loadKey(path string, passphrase func(string) ([]byte, error)) ([]ssh.Signer
 	return []ssh.Signer{cert, key}, nil
 }
 
-func parseKey(path string, passphrase func(string) ([]byte, error)) (ssh.Signer, error) {
+type passphraseFunc = func(context.Context, string) ([]byte, error)
+
+func parseKey(ctx context.Context, path string, passphrase passphraseFunc) (ssh.Signer, error) {
 	data, err := os.ReadFile(path) //nolint:gosec // reading the configured file is the purpose
 	if err != nil {
 		return nil, err
@@ -112,7 +150,7 @@ func parseKey(path string, passphrase func(string) ([]byte, error)) (ssh.Signer,
 	if passphrase == nil {
 		return nil, fmt.Errorf("it is encrypted and no passphrase is configured: %w", err)
 	}
-	secret, err := passphrase(path)
+	secret, err := passphrase(ctx, path)
 	if err != nil {
 		return nil, fmt.Errorf("its passphrase: %w", err)
 	}
@@ -171,11 +209,11 @@ func (c *credentials) step() string {
 
 // explain makes an *AuthError of an error of the handshake that means that the
 // server will not let this user in.
-func (c *credentials) explain(cfg Config, err error) error {
+func (c *credentials) explain(hop Hop, err error) error {
 	if !c.started || connectionLost(err) {
 		return err
 	}
-	return &AuthError{User: cfg.User, Host: cfg.Host, Offered: c.offered, Err: err}
+	return &AuthError{User: hop.User, Host: hop.Host, Offered: c.offered, Err: err}
 }
 
 // connectionLost reports whether an error that occurred during authentication

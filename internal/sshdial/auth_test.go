@@ -40,7 +40,7 @@ func TestDial_KeyIsAccepted(t *testing.T) {
 		{"encrypted key file", func(t *testing.T, _ *sshtest.Config, cfg *Config) {
 			t.Helper()
 			cfg.KeyFiles = []string{writeEncryptedKey(t)}
-			cfg.Passphrase = func(path string) ([]byte, error) {
+			cfg.Passphrase = func(_ context.Context, path string) ([]byte, error) {
 				if path != cfg.KeyFiles[0] {
 					return nil, errors.New("asked for another file")
 				}
@@ -49,12 +49,12 @@ func TestDial_KeyIsAccepted(t *testing.T) {
 		}},
 		{"signer", func(_ *testing.T, _ *sshtest.Config, cfg *Config) {
 			cfg.KeyFiles = nil
-			cfg.Signers = func() ([]ssh.Signer, error) { return []ssh.Signer{otherKey(), userKey()}, nil }
+			cfg.Signers = func(context.Context) ([]ssh.Signer, error) { return []ssh.Signer{otherKey(), userKey()}, nil }
 		}},
 		{"signer after a key file", func(t *testing.T, _ *sshtest.Config, cfg *Config) {
 			t.Helper()
 			cfg.KeyFiles = []string{writeKey(t, otherKey())}
-			cfg.Signers = func() ([]ssh.Signer, error) { return []ssh.Signer{userKey()}, nil }
+			cfg.Signers = func(context.Context) ([]ssh.Signer, error) { return []ssh.Signer{userKey()}, nil }
 		}},
 		{"certificate beside the key", func(t *testing.T, server *sshtest.Config, cfg *Config) {
 			t.Helper()
@@ -123,12 +123,12 @@ func TestDial_UserThatIsNotLetInIsAnAuthError(t *testing.T) {
 		{"two wrong keys", func(t *testing.T, _ *sshtest.Config, cfg *Config) {
 			t.Helper()
 			cfg.KeyFiles = []string{writeKey(t, otherKey())}
-			cfg.Signers = func() ([]ssh.Signer, error) { return []ssh.Signer{newHostKey()}, nil }
+			cfg.Signers = func(context.Context) ([]ssh.Signer, error) { return []ssh.Signer{newHostKey()}, nil }
 		}, fp(otherKey(), newHostKey()), nil},
 		{"too many keys", func(_ *testing.T, server *sshtest.Config, cfg *Config) {
 			server.MaxAuthTries = 2
 			cfg.KeyFiles = nil
-			cfg.Signers = func() ([]ssh.Signer, error) { return strangers(), nil }
+			cfg.Signers = func(context.Context) ([]ssh.Signer, error) { return strangers(), nil }
 		}, fp(otherKey(), authority(), newHostKey(), rsaUserKey()), []string{"too many authentication failures"}},
 		{"certificate of a strange authority", func(t *testing.T, server *sshtest.Config, cfg *Config) {
 			t.Helper()
@@ -143,7 +143,7 @@ func TestDial_UserThatIsNotLetInIsAnAuthError(t *testing.T) {
 		}, nil, []string{"no key file, no signer and no key in an agent"}},
 		{"signer that fails to sign", func(_ *testing.T, _ *sshtest.Config, cfg *Config) {
 			cfg.KeyFiles = nil
-			cfg.Signers = func() ([]ssh.Signer, error) { return []ssh.Signer{brokenSigner{userKey()}}, nil }
+			cfg.Signers = func(context.Context) ([]ssh.Signer, error) { return []ssh.Signer{brokenSigner{userKey()}}, nil }
 		}, fp(userKey()), []string{"the token is not plugged in"}},
 	}
 	for _, test := range tests {
@@ -184,7 +184,9 @@ func TestDial_ConnectionLostDuringAuthenticationIsNoAuthError(t *testing.T) {
 		var server *sshtest.Server
 		config := serverConfig()
 		cfg := clientConfig(t, sshtest.New(sshtest.Config{}))
-		cfg.Signers = func() ([]ssh.Signer, error) { return []ssh.Signer{signFunc(func() { _ = server.Close() })}, nil }
+		cfg.Signers = func(context.Context) ([]ssh.Signer, error) {
+			return []ssh.Signer{signFunc(func() { _ = server.Close() })}, nil
+		}
 		config.AuthorizedKeys = []ssh.PublicKey{otherKey().PublicKey()}
 		server = newServer(t, config)
 		cfg.DialTCP = server.Dial
@@ -235,12 +237,12 @@ func TestDial_UnusableKeyIsAMaterialError(t *testing.T) {
 		{name: "encrypted, wrong passphrase", setup: func(t *testing.T, cfg *Config) {
 			t.Helper()
 			cfg.KeyFiles[0] = writeEncryptedKey(t)
-			cfg.Passphrase = func(string) ([]byte, error) { return []byte(wrongSecret), nil }
+			cfg.Passphrase = func(context.Context, string) ([]byte, error) { return []byte(wrongSecret), nil }
 		}, what: "private key", is: x509.IncorrectPasswordError},
 		{name: "encrypted, passphrase unavailable", setup: func(t *testing.T, cfg *Config) {
 			t.Helper()
 			cfg.KeyFiles[0] = writeEncryptedKey(t)
-			cfg.Passphrase = func(string) ([]byte, error) { return nil, fs.ErrPermission }
+			cfg.Passphrase = func(context.Context, string) ([]byte, error) { return nil, fs.ErrPermission }
 		}, what: "private key", is: fs.ErrPermission, says: "its passphrase"},
 		{name: "certificate is garbage", setup: func(t *testing.T, cfg *Config) {
 			t.Helper()
@@ -293,7 +295,7 @@ func writeBeside(t *testing.T, path string, content []byte) {
 
 func TestDial_FailingSignersAreAMaterialError(t *testing.T) {
 	cfg := clientConfig(t, sshtest.New(sshtest.Config{}))
-	cfg.Signers = func() ([]ssh.Signer, error) { return nil, fs.ErrPermission }
+	cfg.Signers = func(context.Context) ([]ssh.Signer, error) { return nil, fs.ErrPermission }
 	_, err := Dial(t.Context(), cfg)
 	if got, ok := errors.AsType[*MaterialError](err); !ok || got.What != "signers" || !errors.Is(err, fs.ErrPermission) {
 		t.Errorf("error = %v, want a *MaterialError of the signers", err)

@@ -8,14 +8,12 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"golang.org/x/crypto/ssh"
 )
 
-// conn is an SSH channel that owns the client and the TCP connection under it.
+// conn is an SSH channel that owns all that it rests on.
 type conn struct {
 	net.Conn // the channel
-	client   *ssh.Client
+	route    *route
 
 	// life ends with the connection; its cause is what Read and Write report then.
 	life context.Context
@@ -24,20 +22,20 @@ type conn struct {
 	keepalive sync.WaitGroup
 }
 
-func newConn(channel net.Conn, client *ssh.Client, tcp *meteredConn, cfg Config) *conn {
-	c := &conn{Conn: channel, client: client}
+func newConn(channel net.Conn, r *route, cfg Config) *conn {
+	c := &conn{Conn: channel, route: r}
 	c.life, c.end = context.WithCancelCause(context.Background())
 	if cfg.KeepaliveInterval > 0 {
 		k := &keepalive{
-			client:   client,
-			tcp:      tcp,
+			client:   r.last(),
+			heard:    &r.metered.received,
 			interval: cfg.KeepaliveInterval,
 			count:    cfg.KeepaliveCount,
 		}
 		c.keepalive.Go(func() {
 			if err := k.watch(c.life.Done()); err != nil {
 				c.end(err) // before the close, which makes Read return
-				_ = tcp.Close()
+				_ = r.tcp.Close()
 			}
 			k.probes.Wait()
 		})
@@ -69,11 +67,11 @@ func (c *conn) reason(err error) error {
 	return err
 }
 
-// Close closes the channel, the client and the TCP connection. It sends nothing:
+// Close closes the channel, the clients and the TCP connection. It sends nothing:
 // a host that has frozen could block that.
 func (c *conn) Close() error {
 	c.end(net.ErrClosed)
-	err := c.client.Close()
+	err := c.route.close()
 	c.keepalive.Wait()
 	if errors.Is(err, net.ErrClosed) {
 		return nil

@@ -194,6 +194,80 @@ func (e *ForwardError) Unwrap() error {
 	return &ssh.OpenChannelError{Reason: e.Reason, Message: e.Message}
 }
 
+// TunnelError reports that a jump host does not connect to the next server.
+type TunnelError struct {
+	// Jump is the address of the jump host, Addr that of the next server.
+	Jump, Addr string
+	// Reason and Message are the jump host's answer.
+	Reason  ssh.RejectionReason
+	Message string
+}
+
+// Error implements error.
+func (e *TunnelError) Error() string {
+	hint := ""
+	if e.Reason == ssh.Prohibited {
+		hint = ": AllowTcpForwarding, PermitOpen or DisableForwarding in its sshd_config, or an option of the key"
+	}
+	return fmt.Sprintf("ssh: jump host %q does not connect to %q: %v (%q)%s", e.Jump, e.Addr, e.Reason, e.Message, hint)
+}
+
+// Unwrap returns the answer as the ssh package reports it.
+func (e *TunnelError) Unwrap() error {
+	return &ssh.OpenChannelError{Reason: e.Reason, Message: e.Message}
+}
+
+// CommandError reports that a command on the host could not be started, or ended
+// in error.
+type CommandError struct {
+	// Command is its name.
+	Command string
+	// Status is its exit status, -1 if it was not started. 127 means that the host
+	// does not have the command.
+	Status int
+	// Stderr is the end of what it wrote to its standard error.
+	Stderr string
+	// Err says why it could not be started; nil if it has ended.
+	Err error
+}
+
+// Error implements error.
+func (e *CommandError) Error() string {
+	what := fmt.Sprintf("exit status %d", e.Status)
+	switch {
+	case e.Err != nil:
+		what = e.Err.Error()
+	case e.Status == statusNotFound:
+		what = "the host does not have it"
+	}
+	if e.Stderr != "" {
+		what += fmt.Sprintf(": it said %q", e.Stderr)
+	}
+	return fmt.Sprintf("ssh: command %q on the host: %s", e.Command, what)
+}
+
+// Unwrap returns why the command could not be started.
+func (e *CommandError) Unwrap() error { return e.Err }
+
+// NoWayError reports that every way to the daemon on the host failed.
+type NoWayError struct {
+	// Errs are the *ForwardError, if sockets were tried, and a *CommandError for
+	// each command.
+	Errs []error
+}
+
+// Error implements error.
+func (e *NoWayError) Error() string {
+	texts := make([]string, len(e.Errs))
+	for i, err := range e.Errs {
+		texts[i] = err.Error()
+	}
+	return strings.Join(texts, "; then ")
+}
+
+// Unwrap returns the errors.
+func (e *NoWayError) Unwrap() []error { return e.Errs }
+
 // DialError reports a failure on the way to the server, or a time that has run
 // out.
 type DialError struct {

@@ -129,10 +129,12 @@ func serverConfig() sshtest.Config {
 func clientConfig(t *testing.T, server *sshtest.Server) Config {
 	t.Helper()
 	return Config{
-		User:             testUser,
-		Host:             testHost,
-		KeyFiles:         []string{writeKey(t, userKey())},
-		KnownHostsFiles:  []string{knownHosts(t, entry(testHost, edHostKey()))},
+		Hop: Hop{
+			User:            testUser,
+			Host:            testHost,
+			KeyFiles:        []string{writeKey(t, userKey())},
+			KnownHostsFiles: []string{knownHosts(t, entry(testHost, edHostKey()))},
+		},
 		Sockets:          testSockets,
 		HandshakeTimeout: time.Minute,
 		DialTCP:          server.Dial,

@@ -2,6 +2,7 @@ package sshdial
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/crypto/ssh"
@@ -10,7 +11,7 @@ import (
 // keepalive notices when the host no longer answers.
 type keepalive struct {
 	client   *ssh.Client
-	tcp      *meteredConn
+	heard    *atomic.Uint64 // bytes
 	interval time.Duration
 	count    int
 
@@ -28,7 +29,7 @@ func (k *keepalive) watch(done <-chan struct{}) error {
 	defer ticker.Stop()
 
 	answers := make(chan error, 1)
-	heard := k.tcp.received.Load()
+	heard := k.heard.Load()
 	waiting := false // for an answer
 	unanswered := 0
 	for {
@@ -43,7 +44,7 @@ func (k *keepalive) watch(done <-chan struct{}) error {
 			continue
 		case <-ticker.C:
 		}
-		if now := k.tcp.received.Load(); now != heard {
+		if now := k.heard.Load(); now != heard {
 			heard, unanswered = now, 0
 		}
 		if unanswered == k.count {

@@ -59,6 +59,12 @@ type Config struct {
 	Reject func(path string) *ssh.OpenChannelError
 	// Connect opens a socket; nil means that of the file system.
 	Connect func(path string) (net.Conn, error)
+	// ConnectTCP opens a TCP connection, as a jump host does; nil means that the
+	// server forbids it.
+	ConnectTCP func(addr string) (net.Conn, error)
+	// Exec runs a command and returns its exit status; nil means that the server
+	// knows no sessions. It must return when its input ends.
+	Exec func(command string, in io.Reader, out, stderr io.Writer) int
 }
 
 // Server is an SSH server for tests. It is safe for concurrent use.
@@ -68,6 +74,7 @@ type Server struct {
 	listener  net.Listener // nil if there is none
 	serving   sync.WaitGroup
 	keepalive atomic.Int64
+	auths     atomic.Int64
 
 	closeOnce sync.Once
 	mu        sync.Mutex
@@ -83,6 +90,7 @@ func New(config Config) *Server {
 	}
 	s := &Server{config: config, conns: make(map[*serverConn]struct{})}
 	s.ssh = &ssh.ServerConfig{MaxAuthTries: config.MaxAuthTries}
+	s.ssh.AuthLogCallback = func(ssh.ConnMetadata, string, error) { s.auths.Add(1) }
 	if config.Password != "" {
 		s.ssh.PasswordCallback = func(_ ssh.ConnMetadata, password []byte) (*ssh.Permissions, error) {
 			if string(password) != config.Password {
@@ -136,6 +144,9 @@ func (s *Server) Conns() int {
 
 // Keepalives returns the number of keepalive requests received.
 func (s *Server) Keepalives() int { return int(s.keepalive.Load()) }
+
+// Auths returns the number of attempts to authenticate, of any method.
+func (s *Server) Auths() int { return int(s.auths.Load()) }
 
 // Freeze makes the server neither read nor write any more on the connections
 // that are open now, without closing them.
@@ -243,7 +254,7 @@ func (s *Server) serveSSH(conn net.Conn) {
 		case DropOnOpen:
 			return
 		default:
-			work.Go(func() { s.forward(channel) })
+			work.Go(func() { s.open(channel) })
 		}
 	}
 }
@@ -269,28 +280,52 @@ func contains(keys []ssh.PublicKey, key ssh.PublicKey) bool {
 	return slices.ContainsFunc(keys, func(k ssh.PublicKey) bool { return bytes.Equal(k.Marshal(), key.Marshal()) })
 }
 
-// forward connects a channel to the unix socket that it asks for.
-func (s *Server) forward(request ssh.NewChannel) {
-	if request.ChannelType() != "direct-streamlocal@openssh.com" {
+// open serves a request for a channel.
+func (s *Server) open(request ssh.NewChannel) {
+	switch request.ChannelType() {
+	case "direct-streamlocal@openssh.com":
+		var target struct {
+			Path      string
+			Reserved  string
+			Reserved2 uint32
+		}
+		if err := ssh.Unmarshal(request.ExtraData(), &target); err != nil {
+			_ = request.Reject(ssh.ConnectionFailed, "malformed request")
+			return
+		}
+		s.forward(request, target.Path, s.config.Connect)
+	case "direct-tcpip":
+		var target struct {
+			Host     string
+			Port     uint32
+			FromHost string
+			FromPort uint32
+		}
+		if err := ssh.Unmarshal(request.ExtraData(), &target); err != nil {
+			_ = request.Reject(ssh.ConnectionFailed, "malformed request")
+			return
+		}
+		if s.config.ConnectTCP == nil {
+			_ = request.Reject(ssh.Prohibited, "administratively prohibited")
+			return
+		}
+		s.forward(request, net.JoinHostPort(target.Host, strconv.Itoa(int(target.Port))), s.config.ConnectTCP)
+	case "session":
+		s.session(request)
+	default:
 		_ = request.Reject(ssh.UnknownChannelType, "unknown channel type")
-		return
 	}
-	var target struct {
-		Path      string
-		Reserved  string
-		Reserved2 uint32
-	}
-	if err := ssh.Unmarshal(request.ExtraData(), &target); err != nil {
-		_ = request.Reject(ssh.ConnectionFailed, "malformed request")
-		return
-	}
+}
+
+// forward connects a channel to the target that it asks for.
+func (s *Server) forward(request ssh.NewChannel, target string, connect func(string) (net.Conn, error)) {
 	if s.config.Reject != nil {
-		if reject := s.config.Reject(target.Path); reject != nil {
+		if reject := s.config.Reject(target); reject != nil {
 			_ = request.Reject(reject.Reason, reject.Message)
 			return
 		}
 	}
-	socket, err := s.config.Connect(target.Path)
+	socket, err := connect(target)
 	if err != nil {
 		_ = request.Reject(ssh.ConnectionFailed, "open failed") // as OpenSSH, whatever the cause
 		return
@@ -312,6 +347,30 @@ func (s *Server) forward(request ssh.NewChannel) {
 	_ = channel.Close()
 	_ = socket.Close()
 	up.Wait()
+}
+
+// session runs one command.
+func (s *Server) session(request ssh.NewChannel) {
+	if s.config.Exec == nil {
+		_ = request.Reject(ssh.UnknownChannelType, "unknown channel type")
+		return
+	}
+	channel, requests, err := request.Accept()
+	if err != nil {
+		return
+	}
+	defer func() { _ = channel.Close() }()
+	for r := range requests {
+		var run struct{ Command string }
+		if r.Type != "exec" || ssh.Unmarshal(r.Payload, &run) != nil {
+			_ = r.Reply(false, nil)
+			continue
+		}
+		_ = r.Reply(true, nil)
+		status := s.config.Exec(run.Command, channel, channel, channel.Stderr())
+		_, _ = channel.SendRequest("exit-status", false, ssh.Marshal(struct{ Status uint32 }{uint32(status)}))
+		return
+	}
 }
 
 // closeWrite tells the socket that there is no more, if it can be told without
