@@ -86,7 +86,7 @@ func (k *keyring) given(ctx context.Context) ([]ssh.Signer, error) {
 	k.asked = true
 	signers, err := k.cfg.Signers(ctx)
 	if err != nil {
-		return nil, &MaterialError{What: "signers", Err: err}
+		return nil, &MaterialError{What: "signers", Err: &CallbackError{err}}
 	}
 	k.signers = signers
 	return signers, nil
@@ -152,7 +152,7 @@ func parseKey(ctx context.Context, path string, passphrase passphraseFunc) (ssh.
 	}
 	secret, err := passphrase(ctx, path)
 	if err != nil {
-		return nil, fmt.Errorf("its passphrase: %w", err)
+		return nil, fmt.Errorf("its passphrase: %w", &CallbackError{err})
 	}
 	return ssh.ParsePrivateKeyWithPassphrase(data, secret)
 }

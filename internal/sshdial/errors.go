@@ -30,6 +30,16 @@ func (e *MaterialError) Error() string {
 // Unwrap returns the cause.
 func (e *MaterialError) Unwrap() error { return e.Err }
 
+// CallbackError reports that Config.Signers or Config.Passphrase failed. Unlike a
+// file that cannot be used, what stands behind it may well answer next time.
+type CallbackError struct{ Err error }
+
+// Error implements error.
+func (e *CallbackError) Error() string { return e.Err.Error() }
+
+// Unwrap returns what it returned.
+func (e *CallbackError) Unwrap() error { return e.Err }
+
 // HostKeyKind says what is wrong with a host key.
 type HostKeyKind int
 
