@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvm2/kvm2/internal/sshdial"
+	"github.com/kvm2/kvm2/internal/tlsdial"
 )
 
 // Checker tests whether a host can be used. It dials anew for each Check, so it meets what a new connection would meet,
@@ -33,9 +34,9 @@ type CheckName string
 const (
 	// CheckDial: the host can be reached.
 	CheckDial CheckName = "dial"
-	// CheckHostKey: its SSH host key is the one that known_hosts has.
+	// CheckHostKey: its SSH host key is the one that known_hosts has, or its certificate is trusted.
 	CheckHostKey CheckName = "host-key"
-	// CheckAuthentication: SSH and libvirt accept the credentials.
+	// CheckAuthentication: SSH or TLS, and libvirt, accept the credentials.
 	CheckAuthentication CheckName = "authentication"
 	// CheckDaemon: a libvirt daemon answers.
 	CheckDaemon CheckName = "daemon"
@@ -131,7 +132,7 @@ const lowSpace = gib
 func (c *Checker) Check(ctx context.Context) Report {
 	r := &checkRun{report: Report{Host: c.host.name}}
 	conn, err := timed(r, func() (*session, error) { return c.dial.open(ctx) })
-	r.connection(err, c.ssh)
+	r.connection(err, c.hostKey)
 	if err != nil {
 		r.skip("there is no connection", CheckReadWrite, CheckLibvirt, CheckQEMU, CheckDomainType, CheckPool, CheckNetwork)
 		return r.report
@@ -179,10 +180,10 @@ func (r *checkRun) skip(why string, names ...CheckName) {
 }
 
 // connection tells from the outcome of a dial how far it came: reaching the host, its key, our credentials, the daemon.
-func (r *checkRun) connection(err error, ssh bool) {
+func (r *checkRun) connection(err error, hostKey bool) {
 	steps := []CheckName{CheckDial, CheckHostKey, CheckAuthentication, CheckDaemon}
 	failed := slices.Index(steps, failedStep(err))
-	_, untried := errors.AsType[*sshdial.MaterialError](err) // SSH reads keys and known_hosts before it dials
+	untried := isMaterial(err) // keys, certificates and known_hosts are read before the dial
 	for i, step := range steps {
 		switch {
 		case i == failed:
@@ -191,8 +192,8 @@ func (r *checkRun) connection(err error, ssh bool) {
 			r.skip("the host was not tried", step)
 		case failed >= 0 && i > failed:
 			r.skip("the connection did not come so far", step)
-		case !ssh && (step == CheckHostKey || step == CheckAuthentication):
-			r.skip("there is none without SSH", step)
+		case !hostKey && (step == CheckHostKey || step == CheckAuthentication):
+			r.skip("there is none without SSH or TLS", step)
 		default:
 			r.pass(step, "ok")
 		}
@@ -211,15 +212,27 @@ func failedStep(err error) CheckName {
 		return CheckAuthentication
 	}
 	if e, ok := errors.AsType[*sshdial.MaterialError](err); ok {
-		if e.What == "known_hosts" {
+		switch e.What {
+		case sshConfigMaterial:
+			return CheckDial
+		case "known_hosts":
 			return CheckHostKey
 		}
+		return CheckAuthentication
+	}
+	if _, ok := errors.AsType[*tlsdial.MaterialError](err); ok {
 		return CheckAuthentication
 	}
 	if isDaemonOutOfReach(err) || isLibvirtAnswer(err) {
 		return CheckDaemon
 	}
 	return CheckDial
+}
+
+func isMaterial(err error) bool {
+	_, ofSSH := errors.AsType[*sshdial.MaterialError](err)
+	_, ofTLS := errors.AsType[*tlsdial.MaterialError](err)
+	return ofSSH || ofTLS
 }
 
 // isDaemonOutOfReach reports whether the SSH server was reached and no daemon behind it.
@@ -231,9 +244,9 @@ func isDaemonOutOfReach(err error) bool {
 
 var connectionAdvice = map[CheckName]string{
 	CheckDial:           "see that the host is up, that uri names it and its port (or the socket), and that no firewall is between",
-	CheckHostKey:        "compare the fingerprint with the host's own (ssh-keygen -lf /etc/ssh/ssh_host_*.pub there), then correct the known_hosts file",
-	CheckAuthentication: "see that the key exists and can be read, that the user's authorized_keys on the host has it, and that the user may use libvirt (group libvirt, polkit)",
-	CheckDaemon:         "see that libvirtd (or virtqemud) runs on the host, that socket names its socket, and that sshd allows stream-local forwarding",
+	CheckHostKey:        "compare the fingerprint with the host's own (ssh-keygen -lf /etc/ssh/ssh_host_*.pub there), then correct the known_hosts file; with TLS, see that the certificate is for this name and that cacert.pem is of its authority",
+	CheckAuthentication: "see that the key exists and can be read, that the user's authorized_keys on the host has it (with TLS, that libvirtd.conf admits the certificate), and that the user may use libvirt (group libvirt, polkit)",
+	CheckDaemon:         "see that libvirtd (or virtqemud) runs on the host, that socket names its socket, and that sshd allows stream-local forwarding, or the host has virt-ssh-helper or nc",
 }
 
 // readWrite tries to change a domain that does not exist. A connection that may not change anything is refused before

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/crypto/ssh"
 
 	"github.com/kvm2/kvm2/internal/sshdial"
+	"github.com/kvm2/kvm2/internal/tlsdial"
 )
 
 // LibvirtError is an error that libvirt reported over a connection which is still good. Implementations of Conn
@@ -201,8 +202,14 @@ func judgeTransport(err error) verdict {
 	if _, ok := errors.AsType[*sshdial.AuthError](err); ok {
 		return isUnauthorized
 	}
+	if _, ok := errors.AsType[*sshdial.CallbackError](err); ok {
+		return isTransient
+	}
 	if _, ok := errors.AsType[*sshdial.MaterialError](err); ok {
 		return isPermanent
+	}
+	if v, ok := judgeTLS(err); ok {
+		return v
 	}
 	if _, ok := errors.AsType[*ssh.AlgorithmNegotiationError](err); ok {
 		return isPermanent
@@ -214,6 +221,20 @@ func judgeTransport(err error) verdict {
 		return isUnauthorized
 	}
 	return isTransient
+}
+
+// judgeTLS judges the errors of a dial with certificates as it would judge keys.
+func judgeTLS(err error) (verdict, bool) {
+	if _, ok := errors.AsType[*tlsdial.ServerError](err); ok {
+		return isHostKey, true
+	}
+	if _, ok := errors.AsType[*tlsdial.RefusedError](err); ok {
+		return isUnauthorized, true
+	}
+	if _, ok := errors.AsType[*tlsdial.MaterialError](err); ok {
+		return isPermanent, true
+	}
+	return verdict{}, false
 }
 
 // isFinalRefusal reports whether an SSH server will not do what it was asked, however often: open a socket or a

@@ -14,12 +14,15 @@ import (
 // what is secret comes in through an Option. The zero value of every field but URI and Scope means its default.
 //
 // It can stand in a custom resource: the validation markers say what Validate says, except for what is wrong inside a
-// URI.
+// URI or a list of jump hosts.
 //
 // +kubebuilder:object:generate=true
 type Config struct {
-	// URI names the libvirt host: qemu:///system, qemu:///session, qemu+unix:///system?socket=PATH, or
-	// qemu+ssh://USER@HOST:PORT/system?keyfile=PATH&known_hosts=PATH&socket=PATH.
+	// URI names the libvirt host, in the form of https://libvirt.org/uri.html: qemu:///system, qemu:///session,
+	// qemu+unix:///system?socket=PATH; over SSH
+	// qemu+ssh://USER@HOST:PORT/system?keyfile=PATH&known_hosts=PATH&socket=PATH&proxy=HOW&netcat=PROGRAM; with client
+	// certificates qemu+tls://HOST:PORT/system?pkipath=PATH; and without any protection, for loopback addresses only,
+	// qemu+tcp://HOST:PORT/system. Host keys and certificates are always verified.
 	// +kubebuilder:validation:MinLength=1
 	URI string `json:"uri"`
 	// Scope names the owner of a set of machines, one for each controller or cluster: lower-case letters, digits and
@@ -60,6 +63,28 @@ type Config struct {
 
 	// Images says how images are fetched.
 	Images ImagesConfig `json:"images,omitzero"`
+	// SSH adds to what a qemu+ssh URI says.
+	SSH SSHConfig `json:"ssh,omitzero"`
+}
+
+// SSHConfig says what a qemu+ssh URI cannot. It has no meaning for other URIs.
+//
+// +kubebuilder:object:generate=true
+type SSHConfig struct {
+	// ConfigFile is the absolute path of an OpenSSH client configuration, in which the host of the URI is looked up; it
+	// is read anew for each connection. What the URI says wins over the file, and the file over defaults. Of
+	// ssh_config(5) it may have Host, "Match all", Include, HostName, User, Port, IdentityFile, IdentityAgent,
+	// UserKnownHostsFile and ProxyJump; the tokens %%, %d, %h, %n, %p, %r and ~. StrictHostKeyChecking and its like
+	// are ignored: host keys are always verified. Another keyword that applies to the host and would change the way
+	// or its security is an error of class Permanent.
+	// +kubebuilder:validation:Pattern=`^/[^\x00]*$`
+	ConfigFile string `json:"configFile,omitempty"`
+	// ProxyJump names servers to go through, the nearest first, as ssh_config(5) does: [USER@]HOST[:PORT], several
+	// separated by commas. It wins over ConfigFile, where "none" means no such server. Each is looked up in ConfigFile and
+	// verified on its own. What neither says is as for the host: its user, key files and known_hosts.
+	// +kubebuilder:validation:MaxLength=1024
+	// +kubebuilder:validation:Pattern=`^[A-Za-z0-9_.,:@%+\\\[\] -]+$`
+	ProxyJump string `json:"proxyJump,omitempty"`
 }
 
 // ImagesConfig says how images are fetched.
@@ -111,8 +136,9 @@ func DecodeConfig(data []byte) (Config, error) {
 }
 
 var (
-	scopeForm  = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`)
-	objectForm = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.:+-]{0,127}$`) // a pool or network that XML and URIs carry as it is
+	scopeForm        = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$`)
+	objectForm       = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.:+-]{0,127}$`) // a pool or network that XML and URIs carry as it is
+	absolutePathForm = regexp.MustCompile(`^/[^\x00]*$`)
 )
 
 // Validate reports everything that is wrong with c, joined. Each fault begins with the path of its field in the
@@ -135,6 +161,12 @@ func (c Config) Validate(block string) error {
 	}
 	if host := c.hostName(uri); !hostForm.MatchString(host) {
 		fault("host", "%q cannot stand in a provider ID: want a host name or an address", clip(host))
+	}
+	if c.SSH.ConfigFile != "" && !absolutePathForm.MatchString(c.SSH.ConfigFile) {
+		fault("ssh.configFile", "%q: want an absolute path", clip(c.SSH.ConfigFile))
+	}
+	if _, err := c.SSH.jumps(); err != nil {
+		fault("ssh.proxyJump", "%w", err)
 	}
 	c = c.withDefaults()
 	if !objectForm.MatchString(c.Pool) {

@@ -61,6 +61,8 @@ func configMarkers(t *testing.T) (fields map[string]markers, duration markers) {
 			addFieldMarkers(t, fields, "", structType)
 		case "ImagesConfig":
 			addFieldMarkers(t, fields, "images.", structType)
+		case "SSHConfig":
+			addFieldMarkers(t, fields, "ssh.", structType)
 		case "Duration":
 			duration = markersIn(decl.Doc)
 		}
@@ -85,8 +87,8 @@ func addFieldMarkers(t *testing.T, fields map[string]markers, prefix string, s *
 func configWith(t *testing.T, path string, value any) kvm2.Config {
 	t.Helper()
 	fields := map[string]any{"uri": "qemu:///system", "scope": "a"}
-	if inner, ok := strings.CutPrefix(path, "images."); ok {
-		fields["images"] = map[string]any{inner: value}
+	if outer, inner, ok := strings.Cut(path, "."); ok {
+		fields[outer] = map[string]any{inner: value}
 	} else {
 		fields[path] = value
 	}
@@ -114,7 +116,7 @@ func TestConfigMarkers_EveryFieldHasItsBounds(t *testing.T) {
 	if len(fields) < 14 {
 		t.Fatalf("found %d fields only", len(fields))
 	}
-	typed := []string{"callTimeout", "idleTimeout", "images", "images.stallTimeout", "images.timeout"} // bounded by their types
+	typed := []string{"callTimeout", "idleTimeout", "images", "images.stallTimeout", "images.timeout", "ssh"} // bounded by their types
 	for path, m := range fields {
 		if (len(m) == 0) != slices.Contains(typed, path) {
 			t.Errorf("%s: markers %q", path, m)
@@ -157,7 +159,7 @@ func TestConfigMarkers_EnumsAgreeWithValidate(t *testing.T) {
 func TestConfigMarkers_PatternsAreThoseOfTheCode(t *testing.T) {
 	fields, _ := configMarkers(t)
 	code := regexpLiterals(t)
-	for path, name := range map[string]string{"scope": "scopeForm", "host": "hostForm", "pool": "objectForm", "network": "objectForm"} {
+	for path, name := range map[string]string{"scope": "scopeForm", "host": "hostForm", "pool": "objectForm", "network": "objectForm", "ssh.configFile": "absolutePathForm"} {
 		if got, want := fields[path]["Pattern"], code[name]; got != want || want == "" {
 			t.Errorf("%s: the marker's pattern is %q, that of %s %q", path, got, name, want)
 		}
@@ -198,13 +200,28 @@ func TestConfigMarkers_PatternsAgreeWithValidate(t *testing.T) {
 		"a", "0", "a-b", "-a", "a-", "A", "a.b", "a_b", "_a", "a:b", "a+b", "a b", "a/b", "ä", "192.0.2.1", "2001:db8::1", "::1", "::", ".a", "a\n",
 		long[:40], long[:41], long[:128], long[:129], long[:253], long[:254], long,
 	}
-	for _, path := range []string{"scope", "host", "pool", "network"} {
+	values = append(values, "/a b/c", "/")
+	for _, path := range []string{"scope", "host", "pool", "network", "ssh.configFile"} {
 		pattern := regexp.MustCompile(fields[path]["Pattern"])
 		for _, v := range values {
 			wantAgreement(t, path, v, pattern.MatchString(v))
 		}
 	}
 	wantAgreement(t, "uri", "", false) // MinLength=1
+}
+
+func TestConfigMarkers_JumpHostsAreWhatValidateTakesAtLeast(t *testing.T) {
+	fields, _ := configMarkers(t)
+	pattern := regexp.MustCompile(fields["ssh.proxyJump"]["Pattern"])
+	for _, v := range []string{"none", "a", "op@a:22, b", `DOM\op@a`, "op@[2001:db8::1]:22", "fe80::1%eth0", "user+x@a_b.c-d"} {
+		wantAgreement(t, "ssh.proxyJump", v, pattern.MatchString(v))
+	}
+	for _, v := range []string{"a;b", "$(x)", "a\n", "ä", "a/b", `a"`} {
+		wantAgreement(t, "ssh.proxyJump", v, false)
+		if pattern.MatchString(v) {
+			t.Errorf("the marker takes %q", v)
+		}
+	}
 }
 
 func TestConfigMarkers_DurationsAgreeWithValidate(t *testing.T) {
@@ -251,6 +268,7 @@ func TestConfigDeepCopy_IsEqual(t *testing.T) {
 	c := kvm2.Config{
 		URI: "qemu:///system", Scope: "a", Host: "h", Pool: "p", Network: "n", DomainType: "qemu", Arch: "aarch64", OvercommitPercent: 1,
 		CallTimeout: 2, MaxConnections: 3, IdleTimeout: 4, Images: kvm2.ImagesConfig{StallTimeout: 5, Timeout: 6, MaxTransfers: 7},
+		SSH: kvm2.SSHConfig{ConfigFile: "/c", ProxyJump: "j"},
 	}
 	for name, v := range reflect.ValueOf(c).Fields() {
 		if v.IsZero() {
@@ -260,7 +278,7 @@ func TestConfigDeepCopy_IsEqual(t *testing.T) {
 	if got := c.DeepCopy(); *got != c || got == &c {
 		t.Errorf("DeepCopy() = %+v, want %+v", *got, c)
 	}
-	if (*kvm2.Config)(nil).DeepCopy() != nil || (*kvm2.ImagesConfig)(nil).DeepCopy() != nil {
+	if (*kvm2.Config)(nil).DeepCopy() != nil || (*kvm2.ImagesConfig)(nil).DeepCopy() != nil || (*kvm2.SSHConfig)(nil).DeepCopy() != nil {
 		t.Error("the copy of nothing is something")
 	}
 }

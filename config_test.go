@@ -29,6 +29,9 @@ func TestConfigValidate_Accepts(t *testing.T) {
 		{name: "IPv6 host", edit: func(c *kvm2.Config) { c.Host = "2001:db8::1" }},
 		{name: "IPv6 host in the URI", edit: func(c *kvm2.Config) { c.URI = "qemu+ssh://[2001:db8::1]/system" }},
 		{name: "loopback in the URI", edit: func(c *kvm2.Config) { c.URI = "qemu+ssh://[::1]/system" }, why: "a tunnel ends there"},
+		{name: "jump hosts and a configuration file", edit: func(c *kvm2.Config) {
+			c.URI, c.SSH = "qemu+ssh://host/system", kvm2.SSHConfig{ConfigFile: "/etc/kvm2/ssh_config", ProxyJump: "op@a:2222,[2001:db8::1]"}
+		}},
 		{name: "aarch64", edit: func(c *kvm2.Config) { c.Arch = "aarch64" }},
 		{name: "emulation", edit: func(c *kvm2.Config) { c.DomainType = "qemu" }},
 		{name: "pool and network with signs", edit: func(c *kvm2.Config) { c.Pool, c.Network = "Pool_1.a:b+c-d", "lan.0" }},
@@ -82,6 +85,8 @@ func TestConfigValidate_RefusesAndNamesTheField(t *testing.T) {
 		{field: "overcommitPercent", edit: func(c *kvm2.Config) { c.OvercommitPercent = 10_001 }},
 		{field: "maxConnections", edit: func(c *kvm2.Config) { c.MaxConnections = -1 }},
 		{field: "maxConnections", edit: func(c *kvm2.Config) { c.MaxConnections = math.MaxInt }},
+		{field: "ssh.configFile", edit: func(c *kvm2.Config) { c.SSH.ConfigFile = "~/.ssh/config" }, why: "a controller has no home directory to speak of"},
+		{field: "ssh.proxyJump", edit: func(c *kvm2.Config) { c.SSH.ProxyJump = "a,b:0" }},
 		{field: "images.maxTransfers", edit: func(c *kvm2.Config) { c.Images.MaxTransfers = -1 }},
 		{field: "callTimeout", edit: func(c *kvm2.Config) { c.CallTimeout = -1 }},
 		{field: "callTimeout", edit: func(c *kvm2.Config) { c.CallTimeout = 30 }, why: "30 nanoseconds: somebody meant seconds"},

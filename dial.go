@@ -1,6 +1,7 @@
 package kvm2
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,31 +9,27 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
-	"time"
 
-	"github.com/kvm2/kvm2/internal/sshdial"
+	"golang.org/x/crypto/ssh"
 )
 
 // libvirtDialer opens sessions with the host that a URI names. Keys and known_hosts are read anew each time.
 type libvirtDialer struct {
-	uri hostURI
+	uri        hostURI
+	ssh        SSHConfig
+	passphrase func(ctx context.Context, keyFile string) ([]byte, error)
+	signers    func(ctx context.Context) ([]ssh.Signer, error)
 }
 
-// NewDialer returns the Dialer that a Provider uses for Config.URI, to wrap it or to test it. Its errors are as they
-// arrive: a Provider gives them their class. The error of NewDialer is of class Permanent, ErrInvalidConfig.
-func NewDialer(uri string) (Dialer, error) {
-	parsed, err := parseURI(uri)
+// NewDialer returns the Dialer that a Provider uses for cfg and the options, to wrap it or to test it. Its errors are
+// as they arrive: a Provider gives them their class. The error of NewDialer is of class Permanent, ErrInvalidConfig.
+func NewDialer(cfg Config, opts ...Option) (Dialer, error) {
+	e, err := newEndpoint(cfg, opts)
 	if err != nil {
-		return nil, permanent(ErrInvalidConfig, "uri: %w", err)
+		return nil, err
 	}
-	return &libvirtDialer{uri: parsed}, nil
+	return e.dialer, nil
 }
-
-// A frozen peer is noticed after sshKeepalive * sshKeepaliveCount.
-const (
-	sshKeepalive      = 15 * time.Second
-	sshKeepaliveCount = 3
-)
 
 // Dial opens a connection and starts a libvirt session on it.
 func (d *libvirtDialer) Dial(ctx context.Context) (Conn, error) {
@@ -44,31 +41,16 @@ func (d *libvirtDialer) Dial(ctx context.Context) (Conn, error) {
 }
 
 func (d *libvirtDialer) connect(ctx context.Context) (net.Conn, error) {
-	if d.uri.transport == "ssh" {
-		return sshdial.Dial(ctx, d.sshConfig())
+	switch d.uri.transport {
+	case "ssh":
+		return d.connectSSH(ctx)
+	case "tls":
+		return d.connectTLS(ctx)
+	case "tcp":
+		return dialTCP(ctx, "tcp", net.JoinHostPort(d.uri.host, strconv.Itoa(cmp.Or(d.uri.port, libvirtTCPPort))))
+	default:
+		return dialUnix(ctx, d.uri.localSockets())
 	}
-	return dialUnix(ctx, d.uri.localSockets())
-}
-
-func (d *libvirtDialer) sshConfig() sshdial.Config {
-	c := sshdial.Config{
-		Hop: sshdial.Hop{
-			User: d.uri.user, Host: d.uri.host, Port: d.uri.port,
-			KeyFiles: d.uri.keyFiles, KnownHostsFiles: d.uri.knownHosts,
-		},
-		Sockets:           d.uri.sockets,
-		KeepaliveInterval: sshKeepalive, KeepaliveCount: sshKeepaliveCount,
-	}
-	if len(c.Sockets) == 0 {
-		c.Sockets = systemSockets
-	}
-	if len(c.KnownHostsFiles) == 0 {
-		c.KnownHostsFiles = []string{filepath.Join(homeDir(), ".ssh", "known_hosts")}
-	}
-	if len(c.KeyFiles) == 0 {
-		c.AgentSocket = os.Getenv("SSH_AUTH_SOCK")
-	}
-	return c
 }
 
 // dialUnix connects to the first socket that accepts.

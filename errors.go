@@ -56,7 +56,8 @@ var (
 	ErrInvalidConfig = errors.New("invalid configuration")
 	// ErrUnauthorized: the host refused the credentials (Permanent).
 	ErrUnauthorized = errors.New("unauthorized")
-	// ErrHostKey: the host's SSH key is unknown, has changed or is revoked (Permanent).
+	// ErrHostKey: the host's SSH key is unknown, has changed or is revoked, or its TLS certificate does not hold; or
+	// this is so of a jump host (Permanent).
 	ErrHostKey = errors.New("host key not trusted")
 	// ErrUnsupported: the host cannot do what was asked (Permanent).
 	ErrUnsupported = errors.New("unsupported")

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/crypto/ssh"
 	"libvirt.org/go/libvirtxml"
 )
 
@@ -32,12 +33,29 @@ type options struct {
 	http   *http.Client
 	mutate func(*libvirtxml.Domain)
 
-	progress func(ImageEvent)
+	progress      func(ImageEvent)
+	sshPassphrase func(ctx context.Context, keyFile string) ([]byte, error)
+	sshSigners    func(ctx context.Context) ([]ssh.Signer, error)
 }
 
 // WithDialer replaces the connection that Config.URI describes: by the fake, or by one of your own. URI is still
 // validated; it names the host.
 func WithDialer(d Dialer) Option { return func(o *options) { o.dialer = d } }
+
+// WithSSHPassphrase decrypts key files with passphrases that the function returns. It is asked for each such file at each
+// // dial, by several goroutines, and must return when ctx ends. No passphrase is kept. A wrong one is Permanent. When the function
+// fails, so does the dial; its error is Transient unless it is an Error with another class, and must hold no secret.
+func WithSSHPassphrase(passphrase func(ctx context.Context, keyFile string) ([]byte, error)) Option {
+	return func(o *options) { o.sshPassphrase = passphrase }
+}
+
+// WithSSHSigners logs in with keys that the function returns, from a vault or a hardware token for example. It is asked
+// at each dial, by several goroutines, and must return when ctx ends. Every server on the way is offered the keys, after the
+// key files that are configured for it; the SSH agent is not asked then. When the function fails, so does the dial; its error is
+// Transient unless it is an Error with another class, and must hold no secret.
+func WithSSHSigners(signers func(ctx context.Context) ([]ssh.Signer, error)) Option {
+	return func(o *options) { o.sshSigners = signers }
+}
 
 // WithLogger sets where the Provider logs. Without it nothing is logged. Payloads and secrets never are.
 func WithLogger(l *slog.Logger) Option { return func(o *options) { o.log = l } }
@@ -78,8 +96,9 @@ type endpoint struct {
 	options
 	cfg  Config // with its defaults
 	host hostIdentity
-	ssh  bool // connections go over SSH
-	dial *decorator
+	// hostKey says that the host shows a key or a certificate, and is shown one.
+	hostKey bool
+	dial    *decorator
 }
 
 func newEndpoint(cfg Config, opts []Option) (endpoint, error) {
@@ -95,13 +114,14 @@ func newEndpoint(cfg Config, opts []Option) (endpoint, error) {
 	if err != nil {
 		return endpoint{}, permanent(ErrInvalidConfig, "kvm2.uri: %w", err)
 	}
-	ssh := false
+	hostKey := false
 	if o.dialer == nil {
-		o.dialer, ssh = &libvirtDialer{uri: uri}, uri.transport == "ssh"
+		o.dialer = &libvirtDialer{uri: uri, ssh: cfg.SSH, passphrase: o.sshPassphrase, signers: o.sshSigners}
+		hostKey = uri.transport == "ssh" || uri.transport == "tls"
 	}
 	host := hostIdentity{name: cfg.hostName(uri), systemDaemon: uri.isSystem()}
 	dial := &decorator{next: o.dialer, host: host.name, timeout: time.Duration(cfg.CallTimeout), log: o.log}
-	return endpoint{options: o, cfg: cfg, host: host, ssh: ssh, dial: dial}, nil
+	return endpoint{options: o, cfg: cfg, host: host, hostKey: hostKey, dial: dial}, nil
 }
 
 // Close ends image transfers under way, removes what they wrote, and closes all connections; calls that come later get

@@ -28,23 +28,31 @@ func TestParseURI_Accepts(t *testing.T) {
 			want: hostURI{transport: "unix", driver: session, sockets: []string{"/tmp/a b/sock"}},
 		},
 		{uri: "qemu:///system?socket=/run/s", want: hostURI{transport: "unix", driver: system, sockets: []string{"/run/s"}}},
-		{uri: "qemu+ssh://host/system", want: hostURI{transport: "ssh", driver: system, user: "root", host: "host", port: 22}},
+		{uri: "qemu+ssh://host/system", want: hostURI{transport: "ssh", driver: system, host: "host"}},
 		{uri: "qemu+ssh://admin@host:2222/system", want: hostURI{transport: "ssh", driver: system, user: "admin", host: "host", port: 2222}},
-		{uri: "qemu+ssh://@host/system", want: hostURI{transport: "ssh", driver: system, user: "root", host: "host", port: 22}},
-		{uri: "qemu+ssh://host:/system", want: hostURI{transport: "ssh", driver: system, user: "root", host: "host", port: 22}},
-		{uri: "qemu+ssh://DOM%5Cadmin@host/system", want: hostURI{transport: "ssh", driver: system, user: `DOM\admin`, host: "host", port: 22}},
-		{uri: "qemu+ssh://[2001:db8::1]:65535/system", want: hostURI{transport: "ssh", driver: system, user: "root", host: "2001:db8::1", port: 65535}},
+		{uri: "qemu+ssh://@host/system", want: hostURI{transport: "ssh", driver: system, host: "host"}},
+		{uri: "qemu+ssh://host:/system", want: hostURI{transport: "ssh", driver: system, host: "host"}},
+		{uri: "qemu+ssh://DOM%5Cadmin@host/system", want: hostURI{transport: "ssh", driver: system, user: `DOM\admin`, host: "host"}},
+		{uri: "qemu+ssh://[2001:db8::1]:65535/system", want: hostURI{transport: "ssh", driver: system, host: "2001:db8::1", port: 65535}},
 		{
 			uri: "qemu+ssh://u@h/system?keyfile=/k/id&known_hosts=/k/hosts&socket=/run/s",
 			want: hostURI{
-				transport: "ssh", driver: system, user: "u", host: "h", port: 22,
+				transport: "ssh", driver: system, user: "u", host: "h",
 				sockets: []string{"/run/s"}, keyFiles: []string{"/k/id"}, knownHosts: []string{"/k/hosts"},
 			},
 		},
 		{
 			uri:  "qemu+ssh://u@h/session?socket=/run/user/1000/libvirt/libvirt-sock",
-			want: hostURI{transport: "ssh", driver: session, user: "u", host: "h", port: 22, sockets: []string{"/run/user/1000/libvirt/libvirt-sock"}},
+			want: hostURI{transport: "ssh", driver: session, user: "u", host: "h", sockets: []string{"/run/user/1000/libvirt/libvirt-sock"}},
 		},
+		{uri: "qemu+ssh://h/system?proxy=auto&netcat=/opt/nc", want: hostURI{transport: "ssh", driver: system, host: "h", proxy: "auto", netcat: "/opt/nc"}},
+		{uri: "qemu+ssh://h/session?proxy=native", want: hostURI{transport: "ssh", driver: session, host: "h", proxy: "native"}, why: "the helper finds the socket"},
+		{uri: "qemu+ssh://h/session?proxy=auto&socket=/s", want: hostURI{transport: "ssh", driver: session, host: "h", proxy: "auto", sockets: []string{"/s"}}},
+		{uri: "qemu+tls://kvm1.example/system", want: hostURI{transport: "tls", driver: system, host: "kvm1.example"}},
+		{uri: "qemu+tls://kvm1.example:1/system?pkipath=/pki", want: hostURI{transport: "tls", driver: system, host: "kvm1.example", port: 1, pkiPath: "/pki"}},
+		{uri: "qemu+tcp://localhost/system", want: hostURI{transport: "tcp", driver: system, host: "localhost"}},
+		{uri: "qemu+tcp://127.9.9.9:1/system", want: hostURI{transport: "tcp", driver: system, host: "127.9.9.9", port: 1}},
+		{uri: "qemu+tcp://[::1]/system", want: hostURI{transport: "tcp", driver: system, host: "::1"}},
 	}
 	for _, tt := range tests {
 		t.Run(tt.uri, func(t *testing.T) {
@@ -69,8 +77,26 @@ func TestParseURI_Refuses(t *testing.T) {
 		{uri: "localhost", says: `scheme ""`},
 		{uri: "xen:///system", says: `scheme "xen"`},
 		{uri: "test:///default", says: `scheme "test"`, why: "libvirt's test driver behaves unlike qemu"},
-		{uri: "qemu+tcp://host/system", says: `scheme "qemu+tcp"`, why: "not encrypted"},
-		{uri: "qemu+tls://host/system", says: `scheme "qemu+tls"`},
+		{uri: "qemu+tcp://host/system", says: "loopback", why: "not encrypted"},
+		{uri: "qemu+tcp://192.0.2.1/system", says: "loopback", why: "not encrypted"},
+		{uri: "qemu+tcp://localhost.example/system", says: "loopback"},
+		{uri: "qemu+tcp://127.0.0.1/session", says: "session"},
+		{uri: "qemu+tcp://127.0.0.1/system?socket=/s", says: "takes none"},
+		{uri: "qemu+tls://host/session", says: "session"},
+		{uri: "qemu+tls://user@host/system", says: "names a user", why: "it would be for SASL, which kvm2 does not know"},
+		{uri: "qemu+tls:///system", says: "names no host"},
+		{uri: "qemu+tls://host/system?no_verify=1", says: "always verified"},
+		{uri: "qemu+tls://host/system?pkipath=pki", says: "absolute path"},
+		{uri: "qemu+ssh://h/system?proxy=none", says: "auto, native, netcat"},
+		{uri: "qemu+ssh://h/system?proxy=auto&proxy=native", says: "auto, native, netcat"},
+		{uri: "qemu+ssh://h/system?netcat=nc%20-e%20sh", says: "program", why: "libvirt would run it"},
+		{uri: "qemu+ssh://h/system?netcat=-e", says: "program"},
+		{uri: "qemu+ssh://h/system?netcat=", says: "program"},
+		{uri: "qemu+ssh://h/system?netcat=$(x)", says: "program"},
+		{uri: "qemu+ssh://h/system?proxy=native&socket=/s", says: "by itself", why: "the helper ignores it"},
+		{uri: "qemu+ssh://h/system?proxy=native&netcat=nc", says: "by itself"},
+		{uri: "qemu+ssh://h/session?proxy=auto", says: "socket", why: "netcat would not find it"},
+		{uri: "qemu+ssh://h/system?socket=/s%00", says: "absolute path", why: "a shell would see another path"},
 		{uri: "qemu+libssh2://host/system", says: `scheme "qemu+libssh2"`},
 		{uri: "qemu:system", says: "/system or /session"},
 		{uri: "qemu://", says: "/system or /session"},
@@ -136,6 +162,9 @@ func FuzzParseURI(f *testing.F) {
 	f.Add("qemu:///session?socket=/run/s")
 	f.Add("qemu+ssh://user:hunter2hunter2@[::1]:22/system")
 	f.Add("qemu:system")
+	f.Add("qemu+ssh://h/system?proxy=auto&netcat=nc")
+	f.Add("qemu+tls://h:1/system?pkipath=/pki")
+	f.Add("qemu+tcp://127.0.0.1/system")
 	f.Fuzz(func(t *testing.T, text string) {
 		h, err := parseURI(text)
 		if err != nil {
@@ -149,8 +178,14 @@ func FuzzParseURI(f *testing.F) {
 		if h.driver != "qemu:///system" && h.driver != "qemu:///session" {
 			t.Errorf("parseURI(%q) has driver %q", text, h.driver)
 		}
-		if ssh := h.transport == "ssh"; ssh != (h.host != "") || ssh != (h.user != "") || ssh != (h.port > 0 && h.port <= 65535) {
-			t.Errorf("parseURI(%q) = %+v: host, user and port belong to ssh", text, h)
+		if local := h.transport == "unix"; local != (h.host == "") || local && h.port != 0 || h.port < 0 || h.port > 65535 {
+			t.Errorf("parseURI(%q) = %+v: host and port belong to a network", text, h)
+		}
+		if h.transport != "ssh" && (h.user != "" || h.proxy != "" || h.netcat != "") {
+			t.Errorf("parseURI(%q) = %+v: user and proxy belong to ssh", text, h)
+		}
+		if h.transport == "tcp" && !isLoopback(h.host) {
+			t.Errorf("parseURI(%q) = %+v: unprotected", text, h)
 		}
 		for _, path := range slices.Concat(h.sockets, h.keyFiles, h.knownHosts) {
 			if !filepath.IsAbs(path) {

@@ -19,7 +19,7 @@ func TestRealHost_SeamConforms(t *testing.T) {
 	h := testhost.Require(t)
 	for name, uri := range map[string]string{"unix": h.UnixURI, "ssh": h.SSHURI} {
 		t.Run(name, func(t *testing.T) {
-			dialer, err := kvm2.NewDialer(uri)
+			dialer, err := kvm2.NewDialer(kvm2.Config{URI: uri, Scope: "kvm2test"})
 			if err != nil {
 				t.Fatal(err)
 			}
