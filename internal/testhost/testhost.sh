@@ -44,7 +44,7 @@ packages=(
 	libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients
 	qemu-system-x86 qemu-utils
 	dnsmasq-base iptables iproute2
-	openssh-server openssh-client
+	openssh-server openssh-client netcat-openbsd
 	genisoimage xorriso libarchive-tools libxml2-utils # which unit tests hold kvm2's own output against
 	mmdebstrap debian-archive-keyring fdisk e2fsprogs grub-pc-bin grub-common
 )

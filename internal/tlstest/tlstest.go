@@ -57,7 +57,7 @@ func (a *Authority) Issue(name string, addrs []net.IP, edit func(*x509.Certifica
 		return tls.Certificate{}, err
 	}
 	template := certificate(name)
-	template.KeyUsage = x509.KeyUsageDigitalSignature
+	template.KeyUsage = x509.KeyUsageDigitalSignature | x509.KeyUsageKeyEncipherment // libvirtd wants both
 	template.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
 	if addrs != nil {
 		template.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
