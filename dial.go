@@ -19,6 +19,7 @@ type libvirtDialer struct {
 	ssh        SSHConfig
 	passphrase func(ctx context.Context, keyFile string) ([]byte, error)
 	signers    func(ctx context.Context) ([]ssh.Signer, error)
+	dialTCP    func(ctx context.Context, network, addr string) (net.Conn, error) // nil but in tests
 }
 
 // NewDialer returns the Dialer that a Provider uses for cfg and the options, to wrap it or to test it. Its errors are

@@ -143,6 +143,22 @@ func TestDial_SSHFailuresHaveTheirClass(t *testing.T) {
 			why: "it may be an attack",
 		},
 		{
+			name: "revoked host key", server: serve, class: ClassPermanent, is: ErrHostKey,
+			client: func(t testing.TB, h *sshHost) {
+				line := strings.TrimSpace(knownhosts.Line([]string{h.server.Addr()}, h.hostKey.PublicKey()))
+				h.knownHostsFile = writeTestFile(t, "known_hosts", []byte(line+"\n@revoked "+line+"\n"))
+			},
+			says: func(h *sshHost) []string {
+				return []string{h.knownHostsFile, "@revoked", ssh.FingerprintSHA256(h.hostKey.PublicKey())}
+			},
+		},
+		{
+			name: "wrong user", server: func(c *sshtest.Config) { c.User = "somebody" }, class: ClassPermanent, is: ErrUnauthorized,
+			says: func(h *sshHost) []string {
+				return []string{`"operator"`, ssh.FingerprintSHA256(h.userKey.PublicKey())}
+			},
+		},
+		{
 			name: "no known_hosts file", server: serve, class: ClassPermanent,
 			client: func(t testing.TB, h *sshHost) { h.knownHostsFile = filepath.Join(t.TempDir(), "absent") },
 			says:   func(h *sshHost) []string { return []string{h.knownHostsFile} },
@@ -199,6 +215,11 @@ func TestDial_SSHFailuresHaveTheirClass(t *testing.T) {
 		{
 			name: "socket cannot be opened", server: reject(ssh.ConnectionFailed), class: ClassTransient,
 			says: func(*sshHost) []string { return []string{"/run/libvirt/libvirt-sock"} }, why: "libvirtd may be starting",
+		},
+		{name: "server short of resources", server: reject(ssh.ResourceShortage), class: ClassTransient, says: func(*sshHost) []string { return []string{"short of resources"} }},
+		{
+			name: "server that cannot forward", server: reject(ssh.UnknownChannelType), class: ClassPermanent,
+			says: func(*sshHost) []string { return []string{"cannot forward to unix sockets"} },
 		},
 		{name: "socket absent", server: serve, class: ClassTransient, says: func(*sshHost) []string { return []string{"/run/libvirt/libvirt-sock"} }},
 	}

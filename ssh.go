@@ -32,7 +32,7 @@ func (d *libvirtDialer) connectSSH(ctx context.Context) (net.Conn, error) {
 	last := len(hops) - 1
 	cfg := sshdial.Config{
 		Hop: hops[last], Jumps: hops[:last],
-		Passphrase: d.passphrase, Signers: d.signers,
+		Passphrase: d.passphrase, Signers: d.signers, DialTCP: d.dialTCP,
 		KeepaliveInterval: sshKeepalive, KeepaliveCount: sshKeepaliveCount,
 	}
 	cfg.Sockets, cfg.Commands = d.uri.remoteWays()

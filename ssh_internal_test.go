@@ -12,10 +12,12 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/crypto/ssh"
+	"golang.org/x/crypto/ssh/knownhosts"
 
 	"github.com/kvm2/kvm2/internal/sshdial"
 	"github.com/kvm2/kvm2/internal/sshtest"
@@ -423,4 +425,79 @@ func TestCheck_TakesTheOptionsOfTheDialer(t *testing.T) {
 	if !asked {
 		t.Error("the signers were not asked for, or without a deadline")
 	}
+}
+
+// silence is after how long a frozen peer is noticed at the latest.
+const silence = (sshKeepaliveCount + 1) * sshKeepalive
+
+func TestSession_HostThatFreezesEndsWhatWaits(t *testing.T) {
+	h := startSSHHost(t, func(*sshtest.Config) {}) // for its keys; those of the bubble are made outside, as making them takes real time
+	uri, err := parseURI(fmt.Sprintf("qemu+ssh://operator@kvm-1/system?keyfile=%s&known_hosts=%s", h.keyFile,
+		writeTestFile(t, "known_hosts", []byte(knownhosts.Line([]string{"kvm-1"}, h.hostKey.PublicKey())+"\n"))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	tests := []struct {
+		name string
+		wait func(ctx context.Context, conn Conn, freeze func()) error
+	}{
+		{"in a call", func(ctx context.Context, conn Conn, freeze func()) error {
+			freeze()
+			return conn.SetDomainMetadata(ctx, UUID{}, "<machine/>")
+		}},
+		{"in an upload", func(ctx context.Context, conn Conn, freeze func()) error {
+			return conn.UploadVolume(ctx, "p", "v", &freezingReader{after: 1 << 20, freeze: freeze})
+		}},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				server := sshtest.New(sshtest.Config{
+					HostKeys: []ssh.Signer{h.hostKey}, User: "operator", AuthorizedKeys: []ssh.PublicKey{h.userKey.PublicKey()},
+					Connect: func(string) (net.Conn, error) {
+						near, far := sshtest.Pipe()
+						go func() {
+							answerCalls(far, nil)
+							_ = far.Close()
+						}()
+						return near, nil
+					},
+				})
+				defer func() {
+					if err := server.Close(); err != nil {
+						t.Error(err)
+					}
+				}()
+				conn, err := (&libvirtDialer{uri: uri, dialTCP: server.Dial}).Dial(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				start := time.Now()
+				err = tt.wait(t.Context(), conn, server.Freeze) // without a deadline: the keepalive must do it
+				frozen, ok := errors.AsType[*sshdial.KeepaliveError](err)
+				if !ok || frozen.Silence != sshKeepaliveCount*sshKeepalive || ClassOf(classify(OpVolumeUpload, "kvm-1", err)) != ClassTransient {
+					t.Errorf("error %v, want a Transient *KeepaliveError", err)
+				}
+				if took := time.Since(start); took > silence {
+					t.Errorf("it took %v, want at most %v", took, silence)
+				}
+				_ = conn.Close()
+			})
+		})
+	}
+}
+
+// freezingReader is an upload without an end, in which the host freezes.
+type freezingReader struct {
+	after  int
+	freeze func()
+}
+
+func (r *freezingReader) Read(p []byte) (int, error) {
+	r.after -= len(p)
+	if r.after < 0 && r.freeze != nil {
+		r.freeze()
+		r.freeze = nil
+	}
+	return len(p), nil
 }

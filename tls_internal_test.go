@@ -29,6 +29,9 @@ func answerCalls(conn io.ReadWriter, fails map[uint32]uint32) {
 		if _, err := io.CopyN(io.Discard, conn, int64(binary.BigEndian.Uint32(head)-28)); err != nil {
 			return
 		}
+		if binary.BigEndian.Uint32(head[16:]) != 0 { // part of a stream
+			continue
+		}
 		procedure := binary.BigEndian.Uint32(head[12:])
 		var payload []byte
 		if procedure == procAuthList {
