@@ -27,7 +27,7 @@ func newConn(channel net.Conn, r *route, cfg Config) *conn {
 	c.life, c.end = context.WithCancelCause(context.Background())
 	if cfg.KeepaliveInterval > 0 {
 		k := &keepalive{
-			client:   r.last(),
+			client:   r.client,
 			heard:    &r.metered.received,
 			interval: cfg.KeepaliveInterval,
 			count:    cfg.KeepaliveCount,
@@ -67,11 +67,11 @@ func (c *conn) reason(err error) error {
 	return err
 }
 
-// Close closes the channel, the clients and the TCP connection. It sends nothing:
-// a host that has frozen could block that.
+// Close closes the TCP connection, and with it all that rests on it. It sends
+// nothing: a host that has frozen could block that.
 func (c *conn) Close() error {
 	c.end(net.ErrClosed)
-	err := c.route.close()
+	err := c.route.tcp.Close()
 	c.keepalive.Wait()
 	if errors.Is(err, net.ErrClosed) {
 		return nil

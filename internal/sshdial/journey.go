@@ -58,7 +58,7 @@ func (j *journey) run(ctx context.Context) (net.Conn, error) {
 	}
 	if err != nil {
 		stop()
-		_ = route.close()
+		_ = tcp.Close()
 		return nil, err
 	}
 	return newConn(channel, route, j.cfg), nil
@@ -91,7 +91,7 @@ func (j *journey) travel(r *route, legs []leg) (net.Conn, error) {
 	for i, l := range legs {
 		if i > 0 {
 			var err error
-			if under, err = j.tunnel(r.last(), l.Hop); err != nil {
+			if under, err = j.tunnel(r.client, l.Hop); err != nil {
 				return nil, err
 			}
 		}
@@ -102,10 +102,10 @@ func (j *journey) travel(r *route, legs []leg) (net.Conn, error) {
 			j.step = l.creds.step()
 			return nil, err
 		}
-		r.clients = append(r.clients, client)
+		r.client = client
 	}
 	j.step = stepOpen
-	return j.open(r.last())
+	return j.open(r.client)
 }
 
 // tunnel opens a TCP connection from the server where the journey is to the next.
@@ -209,22 +209,10 @@ func (j *journey) describe(ctx context.Context, err error) error {
 	return &DialError{User: j.at.User, Addr: j.at.addr(), Step: j.step, Err: err}
 }
 
-// route is what a connection rests on: a TCP connection, and the SSH clients on
-// it, each in a channel of the one before.
+// route is what a connection rests on: a TCP connection, and SSH clients on it, each
+// in a channel of the one before. When the TCP connection ends, all of them do.
 type route struct {
 	tcp     net.Conn
-	clients []*ssh.Client
-	metered *meteredConn // what the last client runs over
-}
-
-func (r *route) last() *ssh.Client { return r.clients[len(r.clients)-1] }
-
-// close closes all of it, the TCP connection first: a client in a channel would
-// otherwise send something, which blocks when the server has frozen.
-func (r *route) close() error {
-	err := r.tcp.Close()
-	for _, client := range r.clients {
-		_ = client.Close()
-	}
-	return err
+	client  *ssh.Client  // the last
+	metered *meteredConn // what it runs over
 }

@@ -145,18 +145,8 @@ func Dial(ctx context.Context, cfg Config) (net.Conn, error) {
 		_ = tcp.Close()
 		return nil, err
 	}
-	return &hastyConn{conn, tcp}, nil
+	return conn, nil
 }
-
-// hastyConn closes without a farewell, for which a frozen daemon would keep it
-// waiting.
-type hastyConn struct {
-	*tls.Conn
-	tcp net.Conn
-}
-
-// Close closes the TCP connection.
-func (c *hastyConn) Close() error { return c.tcp.Close() }
 
 // login makes the handshake and waits for the daemon's verdict.
 func login(conn *tls.Conn, addr string, location Location) error {
