@@ -37,6 +37,6 @@
 //
 // # The host
 //
-// [Config.URI] is a libvirt URI. Behind it, [Dialer] and [Conn] are the seam to libvirt: go-libvirt over a unix socket
-// or SSH, and, for tests, the in-memory host of package fake.
+// [Config.URI] is a libvirt URI. Behind it, [Dialer] and [Conn] are the seam to libvirt: go-libvirt over a unix socket,
+// SSH, TLS or TCP, and, for tests, the in-memory host of package fake.
 package kvm2

@@ -31,8 +31,7 @@ const ownDaemon = "unexpected qemu URI path"
 // startListeningDaemon runs a user's libvirtd that listens with TLS, and without, until the test ends.
 func startListeningDaemon(t *testing.T, authority *tlstest.Authority) (tlsPort, tcpPort int) {
 	t.Helper()
-	// Not t.TempDir: the way there is closed to another user.
-	dir, err := os.MkdirTemp("", "kvm2-libvirtd-")
+	dir, err := os.MkdirTemp("", "kvm2-libvirtd-") //nolint:usetesting // the way to t.TempDir is closed to another user
 	if err != nil {
 		t.Fatal(err)
 	}
