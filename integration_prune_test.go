@@ -136,7 +136,7 @@ func TestRealHost_ImageDeletedBeforeTheRootDiskIsFetchedAgain(t *testing.T) {
 	const scope = "kvm2-it-gone"
 	images := serveImage(t, h.Image)
 	_ = realProvider(t, h, h.UnixURI, scope)
-	dialer, err := kvm2.NewDialer(h.UnixURI)
+	dialer, err := kvm2.NewDialer(kvm2.Config{URI: h.UnixURI, Scope: scope})
 	if err != nil {
 		t.Fatal(err)
 	}
