@@ -1,13 +1,16 @@
 # What a contributor runs. `make ci` is what CI runs.
 
 GO ?= go
-TOOL = $(GO) tool -modfile=tools/go.mod
+TOOL = $(GO) tool -modfile=$(CURDIR)/tools/go.mod
+# a module of its own
+EXAMPLE = cd examples/compressed-image &&
 
 .PHONY: test integration lint golden generate ci
 
 # The unit tests: no libvirt, no root, no network.
 test:
 	$(GO) test -race -shuffle=on -count=1 -timeout 20m $(TESTFLAGS) ./...
+	$(EXAMPLE) $(GO) test -race -shuffle=on -count=1 $(TESTFLAGS) ./...
 
 # The same provider against real libvirtd, QEMU, OpenSSH and cloud-init. Needs root on Debian 12; the script installs
 # and starts what is missing, and touches nothing else of the host.
@@ -17,6 +20,7 @@ integration:
 
 lint:
 	$(TOOL) golangci-lint run --build-tags integration ./...
+	$(EXAMPLE) $(TOOL) golangci-lint run ./...
 
 # Write the golden files anew. Look at the difference before you commit it.
 golden:

@@ -100,6 +100,16 @@ type ImagesConfig struct {
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=100
 	MaxTransfers int `json:"maxTransfers,omitempty"`
+	// MaxRetries is how many times one transfer may resume or start over: after its connection broke off or came to an
+	// end too early, and once for a wrong checksum. -1 is none. A local file that cannot be read is not tried again, and a
+	// transfer in which nothing moved for StallTimeout is given up. Default 5.
+	// +kubebuilder:validation:Minimum=-1
+	// +kubebuilder:validation:Maximum=100
+	MaxRetries int `json:"maxRetries,omitempty"`
+	// MaxExpandedBytes bounds the bytes that a compressed image file may hold. Default 64 GiB, at most 64 TiB.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=70368744177664
+	MaxExpandedBytes int64 `json:"maxExpandedBytes,omitempty"`
 }
 
 // Duration is a time.Duration that JSON holds as text, such as "1m30s".
@@ -183,12 +193,14 @@ func (c Config) Validate(block string) error {
 	}
 	for _, n := range []struct {
 		field       string
-		value       int
-		least, most int
+		value       int64
+		least, most int64
 	}{
-		{"overcommitPercent", c.OvercommitPercent, 1, 10_000},
-		{"maxConnections", c.MaxConnections, 1, 100},
-		{"images.maxTransfers", c.Images.MaxTransfers, 1, 100},
+		{"overcommitPercent", int64(c.OvercommitPercent), 1, 10_000},
+		{"maxConnections", int64(c.MaxConnections), 1, 100},
+		{"images.maxTransfers", int64(c.Images.MaxTransfers), 1, 100},
+		{"images.maxRetries", int64(c.Images.MaxRetries), -1, 100},
+		{"images.maxExpandedBytes", c.Images.MaxExpandedBytes, 1, 64 * tib},
 	} {
 		if n.value < n.least || n.value > n.most {
 			fault(n.field, "%d: want %d to %d", n.value, n.least, n.most)
@@ -223,6 +235,8 @@ func (c Config) withDefaults() Config {
 	fill(&c.Images.StallTimeout, Duration(time.Minute))
 	fill(&c.Images.Timeout, Duration(time.Hour))
 	fill(&c.Images.MaxTransfers, 2)
+	fill(&c.Images.MaxRetries, 5)
+	fill(&c.Images.MaxExpandedBytes, 64*gib)
 	return c
 }
 

@@ -134,15 +134,15 @@ func TestConfigMarkers_NumbersAgreeWithValidate(t *testing.T) {
 		found++
 		least, err1 := strconv.Atoi(m["Minimum"])
 		most, err2 := strconv.Atoi(m["Maximum"])
-		if err1 != nil || err2 != nil || least != 1 { // 0 is the default, so the least that is worth saying is 1
+		if err1 != nil || err2 != nil || least != 1 && least != -1 { // 0 is the default, and -1 says none where 0 could not
 			t.Fatalf("%s: markers %q", path, m)
 		}
-		for _, n := range []int{-1, least, most, most + 1} {
+		for _, n := range []int{-2, -1, least, most, most + 1} {
 			wantAgreement(t, path, n, least <= n && n <= most)
 		}
 	}
-	if found != 3 {
-		t.Errorf("found %d fields with bounds, want 3", found)
+	if found != 5 {
+		t.Errorf("found %d fields with bounds, want 5", found)
 	}
 }
 
@@ -267,7 +267,7 @@ func TestConfigDeepCopy_NeedsNoKubernetes(t *testing.T) {
 func TestConfigDeepCopy_IsEqual(t *testing.T) {
 	c := kvm2.Config{
 		URI: "qemu:///system", Scope: "a", Host: "h", Pool: "p", Network: "n", DomainType: "qemu", Arch: "aarch64", OvercommitPercent: 1,
-		CallTimeout: 2, MaxConnections: 3, IdleTimeout: 4, Images: kvm2.ImagesConfig{StallTimeout: 5, Timeout: 6, MaxTransfers: 7},
+		CallTimeout: 2, MaxConnections: 3, IdleTimeout: 4, Images: kvm2.ImagesConfig{StallTimeout: 5, Timeout: 6, MaxTransfers: 7, MaxRetries: 8, MaxExpandedBytes: 9},
 		SSH: kvm2.SSHConfig{ConfigFile: "/c", ProxyJump: "j"},
 	}
 	for name, v := range reflect.ValueOf(c).Fields() {

@@ -37,10 +37,12 @@ func TestConfigValidate_Accepts(t *testing.T) {
 		{name: "pool and network with signs", edit: func(c *kvm2.Config) { c.Pool, c.Network = "Pool_1.a:b+c-d", "lan.0" }},
 		{name: "least", edit: func(c *kvm2.Config) {
 			c.OvercommitPercent, c.MaxConnections, c.Images.MaxTransfers = 1, 1, 1
+			c.Images.MaxRetries, c.Images.MaxExpandedBytes = -1, 1
 			c.CallTimeout, c.IdleTimeout = kvm2.Duration(time.Millisecond), kvm2.Duration(time.Millisecond)
 		}},
 		{name: "most", edit: func(c *kvm2.Config) {
 			c.OvercommitPercent, c.MaxConnections, c.Images.MaxTransfers = 10_000, 100, 100
+			c.Images.MaxRetries, c.Images.MaxExpandedBytes = 100, 64<<40
 			c.Images.StallTimeout, c.Images.Timeout = kvm2.Duration(168*time.Hour), kvm2.Duration(168*time.Hour)
 		}},
 	}
@@ -88,6 +90,10 @@ func TestConfigValidate_RefusesAndNamesTheField(t *testing.T) {
 		{field: "ssh.configFile", edit: func(c *kvm2.Config) { c.SSH.ConfigFile = "~/.ssh/config" }, why: "a controller has no home directory to speak of"},
 		{field: "ssh.proxyJump", edit: func(c *kvm2.Config) { c.SSH.ProxyJump = "a,b:0" }},
 		{field: "images.maxTransfers", edit: func(c *kvm2.Config) { c.Images.MaxTransfers = -1 }},
+		{field: "images.maxRetries", edit: func(c *kvm2.Config) { c.Images.MaxRetries = -2 }},
+		{field: "images.maxRetries", edit: func(c *kvm2.Config) { c.Images.MaxRetries = 101 }},
+		{field: "images.maxExpandedBytes", edit: func(c *kvm2.Config) { c.Images.MaxExpandedBytes = -1 }},
+		{field: "images.maxExpandedBytes", edit: func(c *kvm2.Config) { c.Images.MaxExpandedBytes = 64<<40 + 1 }},
 		{field: "callTimeout", edit: func(c *kvm2.Config) { c.CallTimeout = -1 }},
 		{field: "callTimeout", edit: func(c *kvm2.Config) { c.CallTimeout = 30 }, why: "30 nanoseconds: somebody meant seconds"},
 		{field: "idleTimeout", edit: func(c *kvm2.Config) { c.IdleTimeout = kvm2.Duration(169 * time.Hour) }},
@@ -115,7 +121,7 @@ func TestConfigValidate_AllFaultsAtOnce(t *testing.T) {
 	c := kvm2.Config{
 		URI: "xen:///", Scope: "A", Host: "a/b", Pool: "/", Network: "/", DomainType: "xen", Arch: "x86", OvercommitPercent: -1,
 		CallTimeout: -1, MaxConnections: -1, IdleTimeout: -1,
-		Images: kvm2.ImagesConfig{StallTimeout: -1, Timeout: -1, MaxTransfers: -1},
+		Images: kvm2.ImagesConfig{StallTimeout: -1, Timeout: -1, MaxTransfers: -1, MaxRetries: -2, MaxExpandedBytes: -1},
 	}
 	err := c.Validate("spec.provider.kvm2")
 	if err == nil {
@@ -123,7 +129,7 @@ func TestConfigValidate_AllFaultsAtOnce(t *testing.T) {
 	}
 	for _, field := range []string{
 		"uri", "scope", "host", "pool", "network", "domainType", "arch", "overcommitPercent", "callTimeout", "maxConnections", "idleTimeout",
-		"images.stallTimeout", "images.timeout", "images.maxTransfers",
+		"images.stallTimeout", "images.timeout", "images.maxTransfers", "images.maxRetries", "images.maxExpandedBytes",
 	} {
 		if want := "spec.provider.kvm2." + field + ": "; !strings.Contains(err.Error(), want) {
 			t.Errorf("Validate() does not say %q:\n%v", want, err)
@@ -160,11 +166,11 @@ func TestConfig_JSONRoundTrip(t *testing.T) {
 			config: kvm2.Config{
 				URI: "qemu:///system", Scope: "prod", Host: "kvm-1", Pool: "p", Network: "n", DomainType: "qemu", Arch: "aarch64",
 				OvercommitPercent: 150, CallTimeout: kvm2.Duration(90 * time.Second), MaxConnections: 8, IdleTimeout: kvm2.Duration(time.Minute),
-				Images: kvm2.ImagesConfig{StallTimeout: kvm2.Duration(1500 * time.Millisecond), Timeout: kvm2.Duration(2 * time.Hour), MaxTransfers: 3},
+				Images: kvm2.ImagesConfig{StallTimeout: kvm2.Duration(1500 * time.Millisecond), Timeout: kvm2.Duration(2 * time.Hour), MaxTransfers: 3, MaxRetries: -1, MaxExpandedBytes: 8 << 30},
 			},
 			text: `{"uri":"qemu:///system","scope":"prod","host":"kvm-1","pool":"p","network":"n","domainType":"qemu","arch":"aarch64",` +
 				`"overcommitPercent":150,"callTimeout":"1m30s","maxConnections":8,"idleTimeout":"1m0s",` +
-				`"images":{"stallTimeout":"1.5s","timeout":"2h0m0s","maxTransfers":3}}`,
+				`"images":{"stallTimeout":"1.5s","timeout":"2h0m0s","maxTransfers":3,"maxRetries":-1,"maxExpandedBytes":8589934592}}`,
 		},
 	}
 	for _, tt := range tests {

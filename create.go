@@ -15,6 +15,8 @@ type creation struct {
 	*Provider
 	conn Conn
 	plan plan
+
+	image imageName // that the root disk is to stand on; empty for a volume in place
 }
 
 func (c *creation) run(ctx context.Context) (Machine, error) {
@@ -70,11 +72,14 @@ func (c *creation) build(ctx context.Context) (*ImageProgress, error) {
 	if err != nil {
 		return nil, err
 	}
+	if progress, err := c.identify(ctx); err != nil || progress != nil {
+		return progress, err
+	}
 	need := machineNeed(c.plan.spec, len(seed))
-	if err := c.space.reserve(c.plan.id, pool, claim{bytes: need, image: c.plan.image.pointer}, c.cfg.OvercommitPercent); err != nil {
+	if err := c.space.reserve(c.plan.id, pool, claim{bytes: need, image: c.image.pointer}, c.cfg.OvercommitPercent); err != nil {
 		return nil, err
 	}
-	base, progress, err := c.images.ensure(ctx, c.conn, c.plan.spec.Image)
+	base, progress, err := c.base(ctx)
 	if err != nil || progress != nil {
 		return progress, err
 	}
@@ -170,9 +175,9 @@ func (c *creation) makeRoot(ctx context.Context, base baseImage) error {
 	if makeErr != nil && ClassOf(makeErr) != ClassPermanent { // one whose image has gone cannot be made: that is Permanent
 		return makeErr
 	}
-	now, err := c.images.lookup(ctx, c.conn, c.plan.image)
-	if ClassOf(err) == ClassNotFound || err == nil && now.path != base.path {
-		return transient(ErrConflict, "volume %q: %w", root, errBaseGone)
+	err = c.images.still(ctx, c.conn, base)
+	if errors.Is(err, errBaseGone) {
+		return fmt.Errorf("volume %q: %w", root, err)
 	}
 	if makeErr != nil {
 		return makeErr
@@ -196,7 +201,7 @@ func (c *creation) makeDisk(ctx context.Context, name, xml string, want Volume) 
 	if v.unfinished() {
 		return transient(ErrConflict, "volume %q is just being made by another process", name)
 	}
-	if v.CapacityBytes == want.CapacityBytes && c.plan.image.isAttempt(v.backingName()) {
+	if v.CapacityBytes == want.CapacityBytes && c.image.isAttempt(v.backingName()) {
 		return transient(ErrConflict, "volume %q: %w", name, errBaseGone)
 	}
 	return invalidf("volume %q was begun with another size or image: it is removed, create the machine anew", name)
@@ -334,11 +339,17 @@ func (c *creation) whole(ctx context.Context) (bool, error) {
 		if err != nil {
 			return false, gone(err)
 		}
-		if base := v.backingName(); c.plan.image.isAttempt(base) {
+		if base := v.backingName(); c.isBase(base) {
 			names = append(names, base)
 		}
 	}
 	return true, nil
+}
+
+// isBase reports whether a volume is one that root disks of this Spec stand on, whichever build it was begun with.
+func (c *creation) isBase(volume string) bool {
+	name, ok := imageOfVolume(c.cfg.Scope, volume)
+	return ok && name.isAttempt(volume) || volume != "" && volume == c.plan.spec.Image.Volume
 }
 
 // abandon cleans up after an error that going on cannot mend, when there is no domain: the machine's own volumes go.

@@ -33,7 +33,8 @@
 //
 // An image is identified by its checksum. It is transferred once, on a connection of its own that a cancelled poll
 // does not cut off, verified, and published; root disks are overlays on it. Create reports the transfer's progress and
-// its failure; [WithImageProgress] tells of it as it goes on. [Provider.PruneImages] removes the images that nothing uses.
+// its failure; [WithImageProgress] tells of it as it goes on. A volume that is in the pool already can be used in place.
+// [Provider.PruneImages] removes the images that nothing uses.
 //
 // # The host
 //

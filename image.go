@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/http"
 	"path"
 	"regexp"
 	"strings"
@@ -42,28 +41,24 @@ func (n imageName) isAttempt(volume string) bool {
 	return ok && attemptForm.MatchString(attempt)
 }
 
-var (
-	attemptForm     = regexp.MustCompile(`^[0-9a-f]{16}$`)
-	imageVolumeForm = regexp.MustCompile(`^([0-9a-f]{64}|[0-9a-f]{128})(-[0-9a-f]{16})?$`)
-)
+var attemptForm = regexp.MustCompile(`^[0-9a-f]{16}$`)
 
 // imageOfVolume says which image of the scope a volume belongs to, as its pointer or as an attempt at it. The form is
 // strict, so that no name is one of two scopes, whatever dashes they have.
 func imageOfVolume(scope, volume string) (imageName, bool) {
 	rest, ok := strings.CutPrefix(volume, scope+"-image-")
-	parts := imageVolumeForm.FindStringSubmatch(rest)
-	if !ok || parts == nil {
+	digest, attempt, isAttempt := strings.Cut(rest, "-")
+	checksum := checksumOf(digest)
+	if !ok || checksum == "" || isAttempt && !attemptForm.MatchString(attempt) {
 		return imageName{}, false
 	}
-	algorithm := "sha256:"
-	if len(parts[1]) == 128 {
-		algorithm = "sha512:"
-	}
-	return newImageName(scope, algorithm+parts[1]), true
+	return newImageName(scope, checksum), true
 }
 
-// baseImage is a published image, as root disks need it.
+// baseImage is a published image, or a volume that is used in place, as root disks need it.
 type baseImage struct {
+	name        imageName // of a published image
+	volume      string    // that is used in place
 	path        string
 	format      string
 	virtualSize int64
@@ -75,21 +70,22 @@ func (b baseImage) isIn(volume string) bool { return path.Base(b.path) == volume
 // imageCache makes images available in the pool. Within the process an image is transferred once however many
 // machines wait for it.
 type imageCache struct {
-	cfg    Config
-	open   func(context.Context) (*session, error)       // a connection of one's own
-	with   func(context.Context, func(Conn) error) error // a short use of one that is shared
-	http   *http.Client
-	log    *slog.Logger
-	tell   func(ImageEvent) // may be nil
-	space  *reservations
-	slots  chan struct{} // one token for each transfer under way
-	ctx    context.Context
-	cancel context.CancelFunc
+	cfg     Config
+	open    func(context.Context) (*session, error)       // a connection of one's own
+	with    func(context.Context, func(Conn) error) error // a short use of one that is shared
+	sources imageSources
+	log     *slog.Logger
+	tell    func(ImageEvent) // may be nil
+	space   *reservations
+	slots   chan struct{} // one token for each transfer under way
+	ctx     context.Context
+	cancel  context.CancelFunc
 
 	attempts *attempts
 
 	mu   sync.Mutex
 	jobs map[string]*imageJob // by checksum
+	sums map[sumsKey]*sumsJob
 	wg   sync.WaitGroup
 }
 
@@ -105,9 +101,9 @@ type imageJob struct {
 func newImageCache(e endpoint, conns *connPool, space *reservations) *imageCache {
 	ctx, cancel := context.WithCancel(context.Background())
 	return &imageCache{
-		cfg: e.cfg, open: e.dial.open, with: conns.with, http: e.http, log: e.log, tell: e.progress, space: space,
+		cfg: e.cfg, open: e.dial.open, with: conns.with, sources: e.sources, log: e.log, tell: e.progress, space: space,
 		slots: make(chan struct{}, e.cfg.Images.MaxTransfers),
-		ctx:   ctx, cancel: cancel, jobs: map[string]*imageJob{},
+		ctx:   ctx, cancel: cancel, jobs: map[string]*imageJob{}, sums: map[sumsKey]*sumsJob{},
 		attempts: newAttempts(time.Duration(e.cfg.Images.StallTimeout)),
 	}
 }
@@ -154,7 +150,7 @@ func (c *imageCache) lookup(ctx context.Context, conn Conn, name imageName) (bas
 		}
 		return baseImage{}, err
 	}
-	return baseImage{path: pointer.BackingPath, format: pointer.BackingFormat, virtualSize: pointer.CapacityBytes}, nil
+	return baseImage{name: name, path: pointer.BackingPath, format: pointer.BackingFormat, virtualSize: pointer.CapacityBytes}, nil
 }
 
 // notAnImage is the error for a volume that stands in a pointer's place.
@@ -188,7 +184,7 @@ func (c *imageCache) join(image Image, name imageName) (*ImageProgress, error) {
 
 // transfer runs one transfer to its end and keeps the outcome for the next Create.
 func (c *imageCache) transfer(image Image, name imageName, job *imageJob) {
-	t := &imageTransfer{imageCache: c, image: image, name: name, progress: job.progress}
+	t := &imageTransfer{imageCache: c, image: image, name: name, progress: job.progress, retries: newRetries(c.cfg.Images)}
 	err := t.run(c.ctx)
 	c.space.release(name.pointer)
 	t.progress.event(true, err)
@@ -205,7 +201,7 @@ func (c *imageCache) conclude(name imageName, job *imageJob, err error) {
 		return
 	}
 	job.failures++
-	job.retry = time.Now().Add(retryDelay(job.failures))
+	job.retry = time.Now().Add(max(retryDelay(job.failures), askedDelay(err)))
 	level := slog.LevelWarn
 	if errors.Is(err, ErrConflict) {
 		level = slog.LevelInfo // another process was faster

@@ -275,7 +275,7 @@ func TestImage_SeedThatDidNotReachTheDiskIsNotUsed(t *testing.T) {
 	})
 }
 
-func TestImage_SourceThatEndsEarlyIsTransient(t *testing.T) {
+func TestImage_SourceThatEndsEarlyIsTriedAgain(t *testing.T) {
 	inLab(t, func(l *lab) {
 		w := l.web(nil)
 		w.answer = func(n int) *http.Response {

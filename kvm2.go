@@ -3,6 +3,7 @@ package kvm2
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -36,6 +37,13 @@ type options struct {
 	progress      func(ImageEvent)
 	sshPassphrase func(ctx context.Context, keyFile string) ([]byte, error)
 	sshSigners    func(ctx context.Context) ([]ssh.Signer, error)
+
+	sources imageSources // without the client
+	faults  []error      // Options that cannot be
+}
+
+func (o *options) fault(format string, args ...any) {
+	o.faults = append(o.faults, permanent(ErrInvalidConfig, "kvm2: %w", fmt.Errorf(format, args...)))
 }
 
 // WithDialer replaces the connection that Config.URI describes: by the fake, or by one of your own. URI is still
@@ -43,7 +51,7 @@ type options struct {
 func WithDialer(d Dialer) Option { return func(o *options) { o.dialer = d } }
 
 // WithSSHPassphrase decrypts key files with passphrases that the function returns. It is asked for each such file at each
-// // dial, by several goroutines, and must return when ctx ends. No passphrase is kept. A wrong one is Permanent. When the function
+// dial, by several goroutines, and must return when ctx ends. No passphrase is kept. A wrong one is Permanent. When the function
 // fails, so does the dial; its error is Transient unless it is an Error with another class, and must hold no secret.
 func WithSSHPassphrase(passphrase func(ctx context.Context, keyFile string) ([]byte, error)) Option {
 	return func(o *options) { o.sshPassphrase = passphrase }
@@ -60,7 +68,7 @@ func WithSSHSigners(signers func(ctx context.Context) ([]ssh.Signer, error)) Opt
 // WithLogger sets where the Provider logs. Without it nothing is logged. Payloads and secrets never are.
 func WithLogger(l *slog.Logger) Option { return func(o *options) { o.log = l } }
 
-// WithHTTPClient sets the client that fetches images: for proxies, authentication or a private CA. Its Timeout
+// WithHTTPClient sets the client that fetches images: for proxies or a private CA. Its Timeout
 // bounds a whole transfer and should be zero.
 func WithHTTPClient(c *http.Client) Option { return func(o *options) { o.http = c } }
 
@@ -109,6 +117,10 @@ func newEndpoint(cfg Config, opts []Option) (endpoint, error) {
 	for _, opt := range opts {
 		opt(&o)
 	}
+	if err := errors.Join(o.faults...); err != nil {
+		return endpoint{}, err
+	}
+	o.sources.client = o.http
 	cfg = cfg.withDefaults()
 	uri, err := parseURI(cfg.URI)
 	if err != nil {
@@ -140,7 +152,7 @@ func (p *Provider) Close() error {
 // Errors: ErrInvalidSpec, ErrForeignOwner and ErrImage (Permanent), ErrQuotaExceeded (Quota), and what the host and
 // the way to it bring about. Never NotFound.
 func (p *Provider) Create(ctx context.Context, spec Spec) (Machine, error) {
-	plan, err := newPlan(p.host, p.cfg, spec)
+	plan, err := p.plan(spec)
 	if err != nil {
 		return Machine{}, fmt.Errorf("create machine %q: %w", clip(spec.Name), err)
 	}
@@ -354,6 +366,15 @@ func machineOf(id string, d Domain, md metadata) Machine {
 		ID: id, UUID: d.UUID, Name: md.Name, OwnerUID: md.OwnerUID, Labels: md.labels(), CreatedAt: md.created(),
 		State: state, Reason: reason, Libvirt: d.State, Addresses: []Address{},
 	}
+}
+
+// plan is newPlan, and makes sure that there is a way to the image.
+func (p *Provider) plan(spec Spec) (plan, error) {
+	out, err := newPlan(p.host, p.cfg, spec)
+	if err != nil {
+		return plan{}, err
+	}
+	return out, p.images.sources.check(spec.Image)
 }
 
 // own parses a provider ID of this host.

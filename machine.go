@@ -41,14 +41,27 @@ type Spec struct {
 	NetworkConfig []byte `json:"networkConfig,omitempty"`
 }
 
-// Image names a disk image and its checksum.
+// Image names a disk image: by URL, with either Checksum or ChecksumURL, or by Volume alone.
 //
 // +kubebuilder:object:generate=true
 type Image struct {
-	// URL is where the image is: http, https, or file with an absolute path on the machine that runs kvm2.
+	// URL is where the image is: http, https, file with an absolute path on the machine that runs kvm2, or a scheme
+	// added by WithImageScheme. The file may be compressed: by gzip or bzip2, or as WithDecompressor can read it.
+	// +optional
 	URL string `json:"url"`
-	// Checksum is "sha256:<hex>" or "sha512:<hex>" of the file at URL. It identifies the image in the cache.
+	// Checksum is "sha256:<hex>" or "sha512:<hex>" of the file at URL as it lies there, compressed or not. It
+	// identifies the image in the cache.
+	// +optional
 	Checksum string `json:"checksum"`
+	// ChecksumURL is a file of checksums, as distributions publish them beside their images (SHA256SUMS, SHA512SUMS):
+	// lines of sha256sum or sha512sum, plain or with --tag, at most 1 MiB, clear-signed or not. The one for the base
+	// name of URL counts. A signature is not verified, so plain http is refused. The file is read when a machine is
+	// begun, at most every 10 minutes; a machine whose root disk exists keeps its image when it changes.
+	ChecksumURL string `json:"checksumURL,omitempty"`
+	// Volume is a volume in Config.Pool, qcow2 or raw, that root disks are to stand on as it is: kvm2 neither changes
+	// nor removes it, and it must not change or go as long as machines stand on it. Volumes that kvm2 itself made are
+	// refused.
+	Volume string `json:"volume,omitempty"`
 }
 
 // Disk is an empty data disk.
@@ -139,9 +152,10 @@ const (
 type ImageProgress struct {
 	// Phase is what is being done.
 	Phase ImagePhase
-	// DoneBytes have been sent to the host in this attempt; in phase ImageWaiting, by the other process.
+	// DoneBytes of the file have been read and sent on to the host in this attempt; in phase ImageWaiting they have been
+	// sent by the other process.
 	DoneBytes int64
-	// TotalBytes is the file's size; 0 while it is unknown.
+	// TotalBytes is the file's size, compressed if it is; 0 while it is unknown.
 	TotalBytes int64
 	// BytesPerSecond is how fast DoneBytes grew in the last 5 seconds; 0 in the first second.
 	BytesPerSecond int64

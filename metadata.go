@@ -124,7 +124,7 @@ func sortedLabels(labels map[string]string) []metadataLabel {
 func specHash(s Spec) (string, error) {
 	s.Name, s.OwnerUID, s.Labels = "", "", nil
 	s.UserData, s.VendorData, s.NetworkConfig = nil, nil, nil
-	s.Image.URL = "" // the checksum says what it is
+	s.Image = s.Image.identity()
 	b, err := json.Marshal(s)
 	if err != nil {
 		return "", fmt.Errorf("spec hash: %w", err)

@@ -246,3 +246,24 @@ func TestSpecHash_OnlyHardwareCounts(t *testing.T) {
 		}
 	}
 }
+
+func TestSpecHash_ImageWithoutAChecksum(t *testing.T) {
+	hash := func(i Image) string { return testPlan(t, func(_ *Config, s *Spec) { s.Image = i }).hash }
+	first := hash(Image{URL: "https://a.example/i?token=1", ChecksumURL: "https://u:p@a.example/SUMS?token=1"})
+	if again := hash(Image{URL: "https://u:p@a.example/i?token=2", ChecksumURL: "https://a.example/SUMS"}); again != first {
+		t.Error("tokens count, and they rotate")
+	}
+	for _, other := range []Image{
+		{URL: "https://a.example/j", ChecksumURL: "https://a.example/SUMS"},
+		{URL: "https://a.example/i", ChecksumURL: "https://a.example/13/SUMS"},
+		{Volume: "a"},
+		{Volume: "b"},
+	} {
+		if hash(other) == first {
+			t.Errorf("%+v is no drift", other)
+		}
+	}
+	if hash(Image{Volume: "a"}) == hash(Image{Volume: "b"}) {
+		t.Error("another volume is no drift")
+	}
+}

@@ -16,7 +16,6 @@ type plan struct {
 	id     string // the provider ID
 	domain string // the domain's name
 	hash   string // of the hardware
-	image  imageName
 
 	systemDaemon bool
 }
@@ -41,7 +40,6 @@ func newPlan(h hostIdentity, c Config, s Spec) (plan, error) {
 		config: c, spec: s, uuid: uuid, hash: hash,
 		id:           ID{Host: h.name, UUID: uuid}.String(),
 		domain:       domainName(c.Scope, s.Name),
-		image:        newImageName(c.Scope, s.Image.Checksum),
 		systemDaemon: h.systemDaemon,
 	}, nil
 }

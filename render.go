@@ -20,8 +20,8 @@ type Rendering struct {
 const renderedPool = "/var/lib/libvirt/images"
 
 // Render shows what Create would send, without a host. What only the host knows is made up: the pool's directory is
-// /var/lib/libvirt/images, the image's data volume ends in -ATTEMPT and is qcow2, and the machine was created in the
-// year 1. Errors: ErrInvalidSpec (Permanent).
+// /var/lib/libvirt/images, the image's data volume ends in -ATTEMPT, with DIGEST before it when only the file of
+// checksums would tell it, the image is qcow2, and the machine was created in the year 1. Errors: ErrInvalidSpec (Permanent).
 func (p *Provider) Render(spec Spec) (Rendering, error) {
 	r, err := p.render(spec)
 	if err != nil {
@@ -30,8 +30,20 @@ func (p *Provider) Render(spec Spec) (Rendering, error) {
 	return r, nil
 }
 
+// renderedBase is the volume that the root disk stands on.
+func (p plan) renderedBase() string {
+	image := p.spec.Image
+	if image.Volume != "" {
+		return image.Volume
+	}
+	if image.Checksum == "" {
+		image.Checksum = "sha256:DIGEST"
+	}
+	return newImageName(p.config.Scope, image.Checksum).pointer + "-ATTEMPT"
+}
+
 func (p *Provider) render(spec Spec) (Rendering, error) {
-	plan, err := newPlan(p.host, p.cfg, spec)
+	plan, err := p.plan(spec)
 	if err != nil {
 		return Rendering{}, err
 	}
@@ -43,7 +55,7 @@ func (p *Provider) render(spec Spec) (Rendering, error) {
 	if r.Domain, err = domainXML(domainInput{plan: plan, pool: pool, created: time.Time{}, mutate: p.mutate}); err != nil {
 		return Rendering{}, err
 	}
-	root, err := overlayXML(plan.volume(volumeRoot), plan.spec.RootDiskBytes, pool.volumePath(plan.image.pointer+"-ATTEMPT"), "qcow2")
+	root, err := overlayXML(plan.volume(volumeRoot), plan.spec.RootDiskBytes, pool.volumePath(plan.renderedBase()), "qcow2")
 	if err != nil {
 		return Rendering{}, err
 	}

@@ -83,23 +83,66 @@ func printable(s string) bool {
 }
 
 func (v *specFaults) image(i Image) {
-	u, err := url.Parse(i.URL)
-	switch {
-	case i.URL == "":
-		v.add("image.url", "is missing: want http://, https:// or file:///PATH")
-	case err != nil:
-		v.add("image.url", "is not a URL") // url's own message quotes it all, with a password
-	case u.Scheme == "http" || u.Scheme == "https":
-		if u.Hostname() == "" {
-			v.add("image.url", "names no host")
-		}
-	case u.Scheme != "file":
-		v.add("image.url", "scheme %q: want http, https or file", clip(u.Scheme))
-	case u.Host != "" || !path.IsAbs(u.Path):
-		v.add("image.url", "want file:///PATH with an absolute path")
+	if i.Volume != "" {
+		v.imageVolume(i)
+		return
+	}
+	if i.URL == "" {
+		v.add("image.url", "is missing: want http://, https://, file:///PATH or a scheme of your own, or else image.volume")
+	} else {
+		v.fileURL("image.url", i.URL)
+	}
+	if i.ChecksumURL != "" {
+		v.imageSums(i)
+		return
 	}
 	if !digestForm.MatchString(i.Checksum) {
-		v.add("image.checksum", "%q: want sha256: and 64, or sha512: and 128 lower-case hexadecimal digits", clip(i.Checksum))
+		v.add("image.checksum", "%q: want sha256: and 64, or sha512: and 128 lower-case hexadecimal digits, or else image.checksumURL", clip(i.Checksum))
+	}
+}
+
+// fileURL checks the form of a URL. Which schemes there are, the Provider knows.
+func (v *specFaults) fileURL(field, rawURL string) {
+	u, err := url.Parse(rawURL)
+	switch {
+	case err != nil:
+		v.add(field, "is not a URL") // url's own message quotes it all, with a password
+	case u.Scheme == "":
+		v.add(field, "has no scheme: want http://, https://, file:///PATH or a scheme of your own")
+	case u.Scheme == "http" || u.Scheme == "https":
+		if u.Hostname() == "" {
+			v.add(field, "names no host")
+		}
+	case u.Scheme == "file" && (u.Host != "" || !path.IsAbs(u.Path)):
+		v.add(field, "want file:///PATH with an absolute path")
+	}
+}
+
+func (v *specFaults) imageSums(i Image) {
+	v.fileURL("image.checksumURL", i.ChecksumURL)
+	if u, err := url.Parse(i.ChecksumURL); err == nil && u.Scheme == "http" {
+		v.add("image.checksumURL", "scheme %q: want https, file or a scheme of your own: nothing else vouches for the image", u.Scheme)
+	}
+	if i.Checksum != "" {
+		v.add("image.checksumURL", "stands beside image.checksum: want one of them")
+	}
+	if i.URL != "" && baseName(i.URL) == "" {
+		v.add("image.url", "ends in no file name, by which image.checksumURL could be searched")
+	}
+}
+
+func (v *specFaults) imageVolume(i Image) {
+	switch {
+	case i.URL != "":
+		v.add("image.volume", "stands beside image.url: want one of them")
+	case i.Checksum != "" || i.ChecksumURL != "":
+		v.add("image.volume", "stands beside a checksum, which is for images by URL")
+	}
+	switch {
+	case len(i.Volume) > 255 || strings.Contains(i.Volume, "/") || i.Volume == "." || i.Volume == ".." || !printable(i.Volume):
+		v.add("image.volume", "%q: want the name of a volume: at most 255 bytes of printable text without a slash", clip(i.Volume))
+	case isOwnVolume(i.Volume):
+		v.add("image.volume", "%q is called as kvm2 calls the volumes that it makes and removes: want one of your own", clip(i.Volume))
 	}
 }
 

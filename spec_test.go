@@ -57,6 +57,15 @@ func TestSpecValidate_Accepts(t *testing.T) {
 		{name: "scheme in upper case", edit: func(s *kvm2.Spec) { s.Image.URL = "HTTPS://host/i" }, why: "schemes are not case-sensitive (RFC 3986)"},
 		{name: "URL with a password", edit: func(s *kvm2.Spec) { s.Image.URL = "https://user:password@host/i" }},
 		{name: "file", edit: func(s *kvm2.Spec) { s.Image.URL = "file:///srv/images/debian.qcow2" }},
+		{name: "another scheme", edit: func(s *kvm2.Spec) { s.Image.URL = "embed:///i" }, why: "the Provider knows which there are"},
+		{name: "file of checksums", edit: func(s *kvm2.Spec) {
+			s.Image = kvm2.Image{URL: "http://host/i.qcow2?token=x", ChecksumURL: "https://host/SHA256SUMS"}
+		}, why: "mirrors may be plain http, what vouches for them not"},
+		{name: "local file of checksums", edit: func(s *kvm2.Spec) {
+			s.Image = kvm2.Image{URL: "file:///srv/i.qcow2", ChecksumURL: "file:///srv/SHA512SUMS"}
+		}},
+		{name: "volume", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Volume: "Debian 13 (golden).qcow2"} }},
+		{name: "longest volume", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Volume: strings.Repeat("v", 255)} }},
 		{name: "smallest sizes", edit: func(s *kvm2.Spec) { s.CPUs, s.MemoryBytes, s.RootDiskBytes = 1, 64*oneMiB, oneMiB }},
 		{name: "largest sizes", edit: func(s *kvm2.Spec) { s.CPUs, s.MemoryBytes, s.RootDiskBytes = 512, 16*oneTiB, 64*oneTiB }},
 		{name: "odd sizes", edit: func(s *kvm2.Spec) { s.MemoryBytes, s.RootDiskBytes = 64*oneMiB+1024, oneMiB+512 }},
@@ -126,9 +135,10 @@ func refusedSpecs() map[string][]specCase {
 		},
 		"image.url": {
 			{name: "missing", edit: func(s *kvm2.Spec) { s.Image.URL = "" }},
+			{name: "no file name to look up", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{URL: "https://host/dir/", ChecksumURL: "https://host/s"} }},
+			{name: "no path to look up", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{URL: "https://host", ChecksumURL: "https://host/s"} }},
 			{name: "unparsable", edit: func(s *kvm2.Spec) { s.Image.URL = "https://host/%zz" }},
 			{name: "control character", edit: func(s *kvm2.Spec) { s.Image.URL = "https://host/a\nb" }},
-			{name: "another scheme", edit: func(s *kvm2.Spec) { s.Image.URL = "ftp://host/i" }},
 			{name: "a bare path", edit: func(s *kvm2.Spec) { s.Image.URL = "/srv/i.qcow2" }},
 			{name: "no host", edit: func(s *kvm2.Spec) { s.Image.URL = "https:///i" }},
 			{name: "a port and no host", edit: func(s *kvm2.Spec) { s.Image.URL = "https://:443/i" }},
@@ -136,6 +146,35 @@ func refusedSpecs() map[string][]specCase {
 			{name: "file with host", edit: func(s *kvm2.Spec) { s.Image.URL = "file://host/i" }, why: "it would be taken for a file of this machine"},
 			{name: "relative file", edit: func(s *kvm2.Spec) { s.Image.URL = "file:i.qcow2" }},
 			{name: "file without path", edit: func(s *kvm2.Spec) { s.Image.URL = "file://" }},
+		},
+		"image.checksumURL": {
+			{name: "beside a checksum", edit: func(s *kvm2.Spec) { s.Image.ChecksumURL = "https://host/SHA256SUMS" }, why: "which of the two would count?"},
+			{name: "plain http", edit: func(s *kvm2.Spec) {
+				s.Image = kvm2.Image{URL: "http://host/i", ChecksumURL: "http://host/SHA256SUMS"}
+			}, why: "whoever can change the one can change the other"},
+			{name: "no host", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{URL: "https://host/i", ChecksumURL: "https:///SHA256SUMS"} }},
+			{name: "a bare path", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{URL: "https://host/i", ChecksumURL: "/SHA256SUMS"} }},
+			{name: "unparsable", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{URL: "https://host/i", ChecksumURL: "https://host/%zz"} }},
+		},
+		"image.volume": {
+			{name: "beside a URL", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{URL: "https://host/i", Volume: "v"} }},
+			{name: "beside a checksum", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Checksum: "sha256:" + hex64, Volume: "v"} }},
+			{name: "beside a file of checksums", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{ChecksumURL: "https://host/s", Volume: "v"} }},
+			{name: "slash", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Volume: "../v"} }},
+			{name: "dots", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Volume: ".."} }},
+			{name: "control character", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Volume: "a\nb"} }},
+			{name: "too long", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Volume: strings.Repeat("v", 256)} }},
+			{name: "a machine's root disk", edit: func(s *kvm2.Spec) {
+				s.Image = kvm2.Image{Volume: "prod-" + kvm2.MachineUUID("prod", "a").String() + "-root"}
+			}, why: "it goes with the machine"},
+			{name: "a snapshot of it", edit: func(s *kvm2.Spec) {
+				s.Image = kvm2.Image{Volume: "a-b-" + kvm2.MachineUUID("prod", "a").String() + "-root.snap"}
+			}},
+			{name: "a data disk", edit: func(s *kvm2.Spec) {
+				s.Image = kvm2.Image{Volume: "prod-" + kvm2.MachineUUID("prod", "a").String() + "-disk-data"}
+			}},
+			{name: "an image", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Volume: "prod-image-" + hex64} }},
+			{name: "an image's data", edit: func(s *kvm2.Spec) { s.Image = kvm2.Image{Volume: "prod-image-" + hex128 + "-0123456789abcdef"} }},
 		},
 		"image.checksum": {
 			{name: "missing", edit: func(s *kvm2.Spec) { s.Image.Checksum = "" }, why: "it is what identifies the image"},
@@ -298,7 +337,7 @@ func TestSpecValidate_SameSpecSameText(t *testing.T) {
 func TestSpecValidate_SecretsStayOut(t *testing.T) {
 	const secret = "hunter2-hunter2"
 	urls := []string{
-		"https://user:" + secret + "@host/%zz", "ftp://user:" + secret + "@host/", "https://user:" + secret + "@/i",
+		"https://user:" + secret + "@host/%zz", "//user:" + secret + "@host/", "https://user:" + secret + "@/i",
 		"https://user:" + secret + " @host/i", "file://user:" + secret + "@host/i", "https://user:" + secret + "@host:port/i",
 		"://user:" + secret + "@host", "https://host/i?token=" + secret + "\n",
 	}

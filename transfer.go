@@ -3,15 +3,10 @@ package kvm2
 import (
 	"bufio"
 	"context"
-	"crypto/sha256"
-	"crypto/sha512"
-	"encoding/hex"
 	"errors"
 	"fmt"
-	"hash"
 	"io"
 	"log/slog"
-	"strings"
 	"time"
 
 	"github.com/kvm2/kvm2/internal/imageprobe"
@@ -24,6 +19,7 @@ type imageTransfer struct {
 	name     imageName
 	progress *progress
 	stalls   *stallWatch // of the current try
+	retries  *retries    // of all tries together
 	damaged  bool        // a wrong checksum has been tried again
 }
 
@@ -59,16 +55,26 @@ func (t *imageTransfer) transferInSlot(ctx context.Context) error {
 	return t.transfer(ctx)
 }
 
-// transfer transfers the image. A wrong checksum is tried once more from the start: proxies and mirrors do serve damaged
-// files. It stays at once also when another process is waited for in between, or two could keep each other at it.
+// transfer transfers the image, and starts over when the source broke off and cannot go on. A wrong checksum is tried
+// once more from the start as well: proxies and mirrors do serve damaged files. It stays at once also when another
+// process is waited for in between, or two could keep each other at it.
 func (t *imageTransfer) transfer(ctx context.Context) error {
-	err := t.try(ctx)
-	if errors.Is(err, errWrongChecksum) && !t.damaged {
-		t.damaged = true
+	for {
+		err := t.try(ctx)
+		if !errors.Is(err, errStartOver) && !t.damagedFirst(err) {
+			return err
+		}
 		t.progress.another()
-		err = t.try(ctx)
 	}
-	return err
+}
+
+// damagedFirst reports whether err is the first wrong checksum, and there is a retry for it.
+func (t *imageTransfer) damagedFirst(err error) bool {
+	if t.damaged || !errors.Is(err, errWrongChecksum) {
+		return false
+	}
+	t.damaged = true
+	return t.retries.take()
 }
 
 var errWrongChecksum = errors.New("wrong checksum")
@@ -98,7 +104,7 @@ func (t *imageTransfer) attempt(ctx context.Context) error {
 	if err := t.yield(ctx, conn, ""); err != nil {
 		return err
 	}
-	src, err := openSource(ctx, t.http, t.image.URL)
+	src, err := t.openSource(ctx)
 	if err != nil {
 		return err
 	}
@@ -122,11 +128,13 @@ func (t *imageTransfer) alreadyPublished(ctx context.Context, conn Conn) (bool, 
 // fill makes one attempt: it looks at the image's header before anything is written, then uploads, verifies and
 // publishes.
 func (t *imageTransfer) fill(ctx context.Context, conn Conn, src source) error {
-	head := bufio.NewReaderSize(src.body, imageprobe.HeadSize)
-	info, err := probe(head)
+	t.progress.transferring(src.size)
+	file := t.newFileReader(src)
+	content, info, err := t.look(file)
 	if err != nil {
 		return err
 	}
+	defer content.close()
 	pool, err := activePool(ctx, conn, t.cfg.Pool)
 	if err != nil {
 		return err
@@ -142,17 +150,17 @@ func (t *imageTransfer) fill(ctx context.Context, conn Conn, src source) error {
 	t.attempts.begin(volume)
 	err = conn.CreateVolume(ctx, t.cfg.Pool, xml)
 	if err == nil {
-		err = t.write(ctx, conn, head, src.size, volume, info)
+		err = t.write(ctx, conn, content, file, volume, info)
 	}
 	return t.conclude(ctx, volume, err)
 }
 
 // write puts the image into its volume and publishes it, unless another process is found to do so.
-func (t *imageTransfer) write(ctx context.Context, conn Conn, r io.Reader, size int64, volume string, info imageprobe.Info) error {
+func (t *imageTransfer) write(ctx context.Context, conn Conn, content *imageContent, file *fileReader, volume string, info imageprobe.Info) error {
 	if err := t.yield(ctx, conn, volume); err != nil {
 		return err
 	}
-	sent, err := t.upload(ctx, conn, r, size, volume)
+	sent, err := t.upload(ctx, conn, content, file, volume)
 	if err != nil {
 		return err
 	}
@@ -173,7 +181,7 @@ func (t *imageTransfer) write(ctx context.Context, conn Conn, r io.Reader, size 
 func probe(r *bufio.Reader) (imageprobe.Info, error) {
 	head, err := r.Peek(imageprobe.HeadSize)
 	if err != nil && !errors.Is(err, io.EOF) {
-		return imageprobe.Info{}, transient(nil, "reading the image: %w", err)
+		return imageprobe.Info{}, fmt.Errorf("reading the image: %w", err)
 	}
 	info, err := imageprobe.Probe(head)
 	if err != nil {
@@ -182,22 +190,16 @@ func probe(r *bufio.Reader) (imageprobe.Info, error) {
 	return info, nil
 }
 
-// upload sends the image while hashing and counting it.
-func (t *imageTransfer) upload(ctx context.Context, conn Conn, r io.Reader, size int64, volume string) (sentImage, error) {
-	t.progress.transferring(size)
-	digest := newDigest(t.image.Checksum)
-	counted := &countingReader{r: io.TeeReader(r, digest), step: func(n int) {
-		t.stalls.moved()
-		t.progress.add(n)
-	}}
-	if err := conn.UploadVolume(ctx, t.cfg.Pool, volume, counted); err != nil {
+// upload sends what is in the file while counting it, and makes sure that the file was the right one to its end.
+func (t *imageTransfer) upload(ctx context.Context, conn Conn, content *imageContent, file *fileReader, volume string) (sentImage, error) {
+	counted := &countingReader{r: content, step: func(int) { t.stalls.moved() }}
+	err := conn.UploadVolume(ctx, t.cfg.Pool, volume, counted)
+	if err != nil && !errors.Is(err, errUnpack) {
 		return sentImage{}, err
 	}
-	if size > 0 && counted.n != size {
-		return sentImage{}, transient(nil, "image transfer: the source sent %d of %d bytes", counted.n, size)
-	}
-	if got := hex.EncodeToString(digest.Sum(nil)); !strings.HasSuffix(t.image.Checksum, ":"+got) {
-		return sentImage{}, permanent(ErrImage, "%w: want %s, got %s", errWrongChecksum, t.image.Checksum, got)
+	content.close()
+	if err := file.judge(t.image.Checksum, err); err != nil {
+		return sentImage{}, err
 	}
 	return sentImage{volume: volume, bytes: counted.n}, nil
 }
@@ -312,13 +314,6 @@ func (t *imageTransfer) removeAttempt(ctx context.Context, volume string) error 
 	return nil
 }
 
-func newDigest(checksum string) hash.Hash {
-	if strings.HasPrefix(checksum, "sha512:") {
-		return sha512.New()
-	}
-	return sha256.New()
-}
-
 // countingReader reports every read.
 type countingReader struct {
 	r    io.Reader
@@ -350,3 +345,15 @@ func watchStalls(ctx context.Context, limit time.Duration) (context.Context, *st
 }
 
 func (w *stallWatch) moved() { w.timer.Reset(w.limit) }
+
+// wait lets time pass in which nothing needs to move.
+func (w *stallWatch) wait(ctx context.Context, d time.Duration) error {
+	w.timer.Stop()
+	defer w.moved()
+	select {
+	case <-time.After(d):
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}

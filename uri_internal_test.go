@@ -221,14 +221,14 @@ func TestConfig_Defaults(t *testing.T) {
 	want := Config{
 		URI: "qemu:///system", Scope: "prod", Pool: "default", Network: "default", DomainType: "kvm", Arch: "x86_64", OvercommitPercent: 100,
 		CallTimeout: Duration(30 * time.Second), MaxConnections: 4, IdleTimeout: Duration(time.Minute),
-		Images: ImagesConfig{StallTimeout: Duration(time.Minute), Timeout: Duration(time.Hour), MaxTransfers: 2},
+		Images: ImagesConfig{StallTimeout: Duration(time.Minute), Timeout: Duration(time.Hour), MaxTransfers: 2, MaxRetries: 5, MaxExpandedBytes: 64 * gib},
 	}
 	if diff := cmp.Diff(want, Config{URI: "qemu:///system", Scope: "prod"}.withDefaults()); diff != "" {
 		t.Errorf("defaults differ (-want +got):\n%s", diff)
 	}
 	set := Config{
 		Pool: "p", Network: "n", DomainType: "qemu", Arch: "aarch64", OvercommitPercent: 1, CallTimeout: 1, MaxConnections: 1, IdleTimeout: 1,
-		Images: ImagesConfig{StallTimeout: 1, Timeout: 1, MaxTransfers: 1},
+		Images: ImagesConfig{StallTimeout: 1, Timeout: 1, MaxTransfers: 1, MaxRetries: 1, MaxExpandedBytes: 1},
 	}
 	if diff := cmp.Diff(set, set.withDefaults()); diff != "" {
 		t.Errorf("what was set was changed (-want +got):\n%s", diff)

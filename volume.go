@@ -1,6 +1,7 @@
 package kvm2
 
 import (
+	"regexp"
 	"strings"
 
 	"libvirt.org/go/libvirtxml"
@@ -34,6 +35,13 @@ func isMachinePart(part string) bool {
 	part, _, _ = strings.Cut(part, ".")
 	return part == volumeRoot || part == volumeSeed || strings.HasPrefix(part, volumeData)
 }
+
+// ownVolume is what the names of all volumes look like that kvm2 makes, in whatever scope: disks and seeds of machines,
+// images and what points to them.
+var ownVolume = regexp.MustCompile(`^[a-z0-9-]+-([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}-(root|seed|disk-[^.]*)([.].*)?` +
+	`|image-([0-9a-f]{64}|[0-9a-f]{128})(-[0-9a-f]+)?)$`)
+
+func isOwnVolume(name string) bool { return ownVolume.MatchString(name) }
 
 // unfinished reports whether somebody's call is still making the volume. libvirt lists it from the beginning; as long
 // as the file has no header it calls it qcow2, as it was told to make it, but takes the file's size for the disk's. A

@@ -24,7 +24,9 @@ func volumeCases(p plan) []volumeCase {
 	return []volumeCase{
 		{"root", func() (string, error) { return overlayXML(p.volume(volumeRoot), 20*gib, data, "qcow2") }, "compat 1.1, and the backing format is named"},
 		{"root-raw", func() (string, error) { return overlayXML(p.volume(volumeRoot), 20*gib, data, "raw") }, "a raw image is not probed: its content could claim to be qcow2"},
-		{"pointer", func() (string, error) { return overlayXML(p.image.pointer, 2*gib, data, "qcow2") }, "as large as the image"},
+		{"pointer", func() (string, error) {
+			return overlayXML(newImageName(p.config.Scope, p.spec.Image.Checksum).pointer, 2*gib, data, "qcow2")
+		}, "as large as the image"},
 		{"data", func() (string, error) { return emptyDiskXML(p.dataVolume("data"), 64*tib) }, ""},
 		{"upload", func() (string, error) { return uploadXML(p.volume(volumeSeed)) }, "no capacity: its size afterwards is what arrived"},
 	}

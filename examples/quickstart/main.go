@@ -24,6 +24,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -233,7 +234,10 @@ func (s *settings) addFiles(in inputs) error {
 
 // urlOf makes a path a URL.
 func urlOf(image string) (string, error) {
-	if strings.Contains(image, "://") {
+	if scheme, _, ok := strings.Cut(image, "://"); ok {
+		if !slices.Contains([]string{"http", "https", "file"}, strings.ToLower(scheme)) {
+			return "", fmt.Errorf("scheme %q: want http, https, file or a path", scheme)
+		}
 		return image, nil
 	}
 	path, err := filepath.Abs(image)

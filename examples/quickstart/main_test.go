@@ -342,7 +342,7 @@ func TestRun_WrongFlagsExitWith2(t *testing.T) {
 		{"missing key file", onRealHost(t, "-ssh-key", "/does/not/exist"), "-ssh-key: open /does/not/exist"},
 		{"private key", onRealHost(t, "-ssh-key", private), "holds no public key"},
 		{"checksum", onRealHost(t, "-sha256", "12"), "image.checksum"},
-		{"image's scheme", onRealHost(t, "-image", "ftp://images.example/a"), "image.url: scheme"},
+		{"image's scheme", onRealHost(t, "-image", "ftp://images.example/a"), `-image: scheme "ftp"`},
 		{"host's URI", onRealHost(t, "-uri", "xen:///system"), "uri: scheme"},
 		{"scope", []string{"-scope", "A"}, "scope:"},
 		{"name", []string{"-name", "a_b"}, "name:"},

@@ -190,7 +190,7 @@ func TestProbe_ErrorsSayWhatToDo(t *testing.T) {
 		},
 		{
 			name: "compressed", head: disk(put{0, "\xfd7zXZ\x00"}),
-			want: "this is a file compressed with xz; kvm2 takes qcow2 or raw: decompress it first",
+			want: "this is a file compressed with xz; kvm2 takes qcow2 or raw: decompress it first, or give kvm2 a way to by WithDecompressor",
 		},
 		{
 			name: "archive", head: disk(put{257, "ustar"}),

@@ -25,7 +25,7 @@ func diskImage(name, what string) kind {
 }
 
 func compressed(name string) kind {
-	return kind{name, "a file compressed with " + name, "decompress it first"}
+	return kind{name, "a file compressed with " + name, "decompress it first, or give kvm2 a way to by WithDecompressor"}
 }
 
 func archive(name, what string) kind {
