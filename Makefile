@@ -5,7 +5,7 @@ TOOL = $(GO) tool -modfile=$(CURDIR)/tools/go.mod
 # a module of its own
 EXAMPLE = cd examples/compressed-image &&
 
-.PHONY: test integration lint golden generate ci
+.PHONY: test integration bench-transfer lint golden generate ci
 
 # The unit tests: no libvirt, no root, no network.
 test:
@@ -17,6 +17,11 @@ test:
 integration:
 	internal/testhost/testhost.sh up
 	KVM2_REQUIRE_TESTHOST=1 $(GO) test -tags integration -count=1 -p 1 -timeout 60m -run RealHost $(TESTFLAGS) ./...
+
+# The image transfer against virsh and scp, on the same host as the integration tests. Only ratios within one run count.
+bench-transfer:
+	internal/testhost/testhost.sh up
+	KVM2_REQUIRE_TESTHOST=1 $(GO) test -tags integration -run '^$$' -bench RealHost_Transfer -benchtime 6x -timeout 30m .
 
 lint:
 	$(TOOL) golangci-lint run --build-tags integration ./...

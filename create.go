@@ -231,7 +231,7 @@ func (c *creation) makeSeed(ctx context.Context, seed []byte) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Duration(c.cfg.CallTimeout))
 	defer cancel()
-	if err := c.conn.UploadVolume(ctx, c.cfg.Pool, name, bytes.NewReader(seed)); err != nil {
+	if err := c.conn.UploadVolume(ctx, c.cfg.Pool, name, 0, bytes.NewReader(seed)); err != nil {
 		return lookAgain(err, "volume %q", name)
 	}
 	v, err := c.conn.Volume(ctx, c.cfg.Pool, name)

@@ -157,8 +157,8 @@ func (s *session) DeleteVolume(ctx context.Context, pool, name string) error {
 	return s.tell(ctx, OpVolumeDelete, func(ctx context.Context) error { return s.conn.DeleteVolume(ctx, pool, name) })
 }
 
-func (s *session) UploadVolume(ctx context.Context, pool, name string, r io.Reader) error {
-	return s.transfer(ctx, OpVolumeUpload, func(ctx context.Context) error { return s.conn.UploadVolume(ctx, pool, name, r) })
+func (s *session) UploadVolume(ctx context.Context, pool, name string, offset int64, r io.Reader) error {
+	return s.transfer(ctx, OpVolumeUpload, func(ctx context.Context) error { return s.conn.UploadVolume(ctx, pool, name, offset, r) })
 }
 
 func (s *session) DownloadVolume(ctx context.Context, pool, name string, w io.Writer) error {

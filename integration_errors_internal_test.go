@@ -468,7 +468,7 @@ func volumeProvocations() map[string]func(*mishap) error {
 		"38 upload 16M data to 2M pool": func(m *mishap) error {
 			return m.inSmallPool(func() error {
 				m.must(m.create(m.small, volumeXML("sparse", "raw", 16*mib, 0, "")))
-				return m.conn.UploadVolume(m.ctx, m.small, "sparse", bytes.NewReader(bytes.Repeat([]byte{1}, int(16*mib))))
+				return m.conn.UploadVolume(m.ctx, m.small, "sparse", 0, bytes.NewReader(bytes.Repeat([]byte{1}, int(16*mib))))
 			})
 		},
 		"50 VolGetInfo deleted": func(m *mishap) error {

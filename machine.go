@@ -152,8 +152,8 @@ const (
 type ImageProgress struct {
 	// Phase is what is being done.
 	Phase ImagePhase
-	// DoneBytes of the file have been read and sent on to the host in this attempt; in phase ImageWaiting they have been
-	// sent by the other process.
+	// DoneBytes of the file are done in this attempt: read, and sent on to the host or left out as a hole. In phase
+	// ImageWaiting they have been sent by the other process.
 	DoneBytes int64
 	// TotalBytes is the file's size, compressed if it is; 0 while it is unknown.
 	TotalBytes int64

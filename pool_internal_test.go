@@ -110,7 +110,7 @@ func (c *stubConn) DeleteVolume(ctx context.Context, pool, name string) error {
 	return c.note(ctx, "DeleteVolume "+pool+" "+name)
 }
 
-func (c *stubConn) UploadVolume(ctx context.Context, pool, name string, _ io.Reader) error {
+func (c *stubConn) UploadVolume(ctx context.Context, pool, name string, _ int64, _ io.Reader) error {
 	return c.note(ctx, "UploadVolume "+pool+" "+name)
 }
 
@@ -195,7 +195,7 @@ func TestPool_AnAnswerKeepsTheConnectionAndAnythingElseEndsIt(t *testing.T) {
 				defer p.close()
 				err := p.with(t.Context(), func(c Conn) error {
 					d.opened[0].err = tt.err
-					return c.UploadVolume(t.Context(), "p", "v", nil)
+					return c.UploadVolume(t.Context(), "p", "v", 0, nil)
 				})
 				if !errors.Is(err, tt.err) {
 					t.Errorf("with = %v, want %v", err, tt.err)
@@ -487,7 +487,7 @@ func sessionCalls(s *session, u UUID) map[string]struct {
 		"Volume p v":          {OpVolumeLookup, func(ctx context.Context) error { _, err := s.Volume(ctx, "p", "v"); return err }},
 		"CreateVolume p <x/>": {OpVolumeCreate, func(ctx context.Context) error { return s.CreateVolume(ctx, "p", "<x/>") }},
 		"DeleteVolume p v":    {OpVolumeDelete, func(ctx context.Context) error { return s.DeleteVolume(ctx, "p", "v") }},
-		"UploadVolume p v":    {OpVolumeUpload, func(ctx context.Context) error { return s.UploadVolume(ctx, "p", "v", nil) }},
+		"UploadVolume p v":    {OpVolumeUpload, func(ctx context.Context) error { return s.UploadVolume(ctx, "p", "v", 0, nil) }},
 		"DownloadVolume p v":  {OpVolumeDownload, func(ctx context.Context) error { return s.DownloadVolume(ctx, "p", "v", nil) }},
 	}
 }

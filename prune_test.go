@@ -195,7 +195,7 @@ func TestPrune_DeadTransferGoesOnceItHasStoodStill(t *testing.T) {
 		l.wait(59 * time.Second)
 		wants("not for long enough", inUse, waiting)
 		l.conn(func(conn kvm2.Conn) error {
-			return conn.UploadVolume(l.Context(), labPool, dead, strings.NewReader("half and more"))
+			return conn.UploadVolume(l.Context(), labPool, dead, 0, strings.NewReader("half and more"))
 		})
 		l.wait(time.Second)
 		inUse.Removed, inUse.FreedBytes = []string{used[0] + "-0123456789abcdef"}, 4096

@@ -72,6 +72,9 @@ type fileReader struct {
 	digest hash.Hash
 	n      int64
 	err    error // that ended it; not io.EOF
+
+	counting sync.Mutex
+	stopped  bool
 }
 
 func (t *imageTransfer) newFileReader(src source) *fileReader {
@@ -97,7 +100,7 @@ func (f *fileReader) Read(p []byte) (int, error) {
 	n, err := f.body.Read(p)
 	f.digest.Write(p[:n])
 	f.n += int64(n)
-	f.step(n)
+	f.count(n)
 	if err != nil && !errors.Is(err, io.EOF) {
 		f.err = transient(nil, "image: %w", err)
 		if _, ok := errors.AsType[*Error](err); ok {
@@ -106,6 +109,22 @@ func (f *fileReader) Read(p []byte) (int, error) {
 		err = f.err
 	}
 	return n, err
+}
+
+// count reports a read.
+func (f *fileReader) count(n int) {
+	f.counting.Lock()
+	defer f.counting.Unlock()
+	if !f.stopped {
+		f.step(n)
+	}
+}
+
+// stop ends the reports: a Read that is still under way belongs to no attempt any more.
+func (f *fileReader) stop() {
+	f.counting.Lock()
+	defer f.counting.Unlock()
+	f.stopped = true
 }
 
 // failure is the error that reading the file ended with, if it did.

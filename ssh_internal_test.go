@@ -446,7 +446,7 @@ func TestSession_HostThatFreezesEndsWhatWaits(t *testing.T) {
 			return conn.SetDomainMetadata(ctx, UUID{}, "<machine/>")
 		}},
 		{"in an upload", func(ctx context.Context, conn Conn, freeze func()) error {
-			return conn.UploadVolume(ctx, "p", "v", &freezingReader{after: 1 << 20, freeze: freeze})
+			return conn.UploadVolume(ctx, "p", "v", 0, &freezingReader{after: 1 << 20, freeze: freeze})
 		}},
 	}
 	for _, tt := range tests {

@@ -10,10 +10,10 @@ import (
 // Volume content over go-libvirt, whose streams need care: a Writer that fails makes the client hang for good, and
 // after an upload has failed it may go on reading.
 
-func (c *libvirtConn) UploadVolume(ctx context.Context, pool, name string, r io.Reader) error {
+func (c *libvirtConn) UploadVolume(ctx context.Context, pool, name string, offset int64, r io.Reader) error {
 	up := &uploadReader{r: r}
 	defer up.detach()
-	err := c.do(ctx, func() error { return c.client.StorageVolUpload(volumeRef(pool, name), up, 0, 0, 0) })
+	err := c.do(ctx, func() error { return c.client.StorageVolUpload(volumeRef(pool, name), up, uint64(offset), 0, 0) })
 	if readErr := up.failure(); readErr != nil {
 		_ = c.Close() // the stream was cut off in the middle
 		return readErr

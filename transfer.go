@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"time"
 
 	"github.com/kvm2/kvm2/internal/imageprobe"
@@ -130,6 +131,7 @@ func (t *imageTransfer) alreadyPublished(ctx context.Context, conn Conn) (bool, 
 func (t *imageTransfer) fill(ctx context.Context, conn Conn, src source) error {
 	t.progress.transferring(src.size)
 	file := t.newFileReader(src)
+	defer file.stop()
 	content, info, err := t.look(file)
 	if err != nil {
 		return err
@@ -160,7 +162,11 @@ func (t *imageTransfer) write(ctx context.Context, conn Conn, content *imageCont
 	if err := t.yield(ctx, conn, volume); err != nil {
 		return err
 	}
-	sent, err := t.upload(ctx, conn, content, file, volume)
+	hole, err := t.shortestHole(ctx, conn, info.Format, volume)
+	if err != nil {
+		return err
+	}
+	sent, err := t.upload(ctx, conn, content, file, hole, volume)
 	if err != nil {
 		return err
 	}
@@ -190,10 +196,29 @@ func probe(r *bufio.Reader) (imageprobe.Info, error) {
 	return info, nil
 }
 
-// upload sends what is in the file while counting it, and makes sure that the file was the right one to its end.
-func (t *imageTransfer) upload(ctx context.Context, conn Conn, content *imageContent, file *fileReader, volume string) (sentImage, error) {
-	counted := &countingReader{r: content, step: func(int) { t.stalls.moved() }}
-	err := conn.UploadVolume(ctx, t.cfg.Pool, volume, counted)
+// shortestHole says from which length on zeros need not be sent. A new volume without a byte on the disk is a file, and
+// what is skipped reads as zeros later; on a device, what was there before would show. A qcow2 file has no holes worth it.
+func (t *imageTransfer) shortestHole(ctx context.Context, conn Conn, format imageprobe.Format, volume string) (int64, error) {
+	if format != imageprobe.FormatRaw {
+		return math.MaxInt64, nil
+	}
+	v, err := conn.Volume(ctx, t.cfg.Pool, volume)
+	if err != nil {
+		return 0, lookAgain(err, "volume %q", volume)
+	}
+	if v.PhysicalBytes != 0 {
+		return math.MaxInt64, nil
+	}
+	return minHole, nil
+}
+
+// upload sends what is in the file without its holes, while it is read and hashed, and makes sure that the file was the
+// right one to its end.
+func (t *imageTransfer) upload(ctx context.Context, conn Conn, content *imageContent, file *fileReader, hole int64, volume string) (sentImage, error) {
+	ahead := startReadAhead(content, func(int) { t.stalls.moved() })
+	defer ahead.stop()
+	defer context.AfterFunc(ctx, ahead.stop)()
+	err := t.send(ctx, conn, volume, &dataRanges{source: ahead, hole: hole})
 	if err != nil && !errors.Is(err, errUnpack) {
 		return sentImage{}, err
 	}
@@ -201,20 +226,48 @@ func (t *imageTransfer) upload(ctx context.Context, conn Conn, content *imageCon
 	if err := file.judge(t.image.Checksum, err); err != nil {
 		return sentImage{}, err
 	}
-	return sentImage{volume: volume, bytes: counted.n}, nil
+	return sentImage{volume: volume, bytes: ahead.count()}, nil
 }
 
-// verifyOnHost compares the size of the file with what was sent. libvirt reports success for an upload whose last
-// bytes did not fit.
+// send uploads range after range. Before each further one it makes sure that the last one is on the disk: afterwards a
+// part that is missing there would look like a hole.
+func (t *imageTransfer) send(ctx context.Context, conn Conn, volume string, ranges *dataRanges) error {
+	for sent := int64(0); ; sent = ranges.offset {
+		offset, err := ranges.begin()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if sent > 0 {
+			if _, err := t.onDisk(ctx, conn, volume, sent); err != nil {
+				return err
+			}
+		}
+		if err := conn.UploadVolume(ctx, t.cfg.Pool, volume, offset, ranges); err != nil {
+			return err
+		}
+	}
+}
+
+// verifyOnHost compares the size of the file with what was sent.
 func (t *imageTransfer) verifyOnHost(ctx context.Context, conn Conn, sent sentImage) (path string, err error) {
-	v, err := conn.Volume(ctx, t.cfg.Pool, sent.volume)
+	v, err := t.onDisk(ctx, conn, sent.volume, sent.bytes)
+	return v.Path, err
+}
+
+// onDisk returns the volume if its file is as long as it must be. libvirt reports success for an upload whose last bytes
+// did not fit.
+func (t *imageTransfer) onDisk(ctx context.Context, conn Conn, volume string, want int64) (Volume, error) {
+	v, err := conn.Volume(ctx, t.cfg.Pool, volume)
 	if err != nil {
-		return "", lookAgain(err, "volume %q", sent.volume)
+		return Volume{}, lookAgain(err, "volume %q", volume)
 	}
-	if v.PhysicalBytes != sent.bytes {
-		return "", quota("image: %d of %d bytes reached the disk: pool %q is full", v.PhysicalBytes, sent.bytes, t.cfg.Pool)
+	if v.PhysicalBytes != want {
+		return Volume{}, quota("image: %d of %d bytes reached the disk: pool %q is full", v.PhysicalBytes, want, t.cfg.Pool)
 	}
-	return v.Path, nil
+	return v, nil
 }
 
 var (
@@ -312,20 +365,6 @@ func (t *imageTransfer) removeAttempt(ctx context.Context, volume string) error 
 	}
 	t.attempts.end(volume)
 	return nil
-}
-
-// countingReader reports every read.
-type countingReader struct {
-	r    io.Reader
-	n    int64
-	step func(int)
-}
-
-func (c *countingReader) Read(p []byte) (int, error) {
-	n, err := c.r.Read(p)
-	c.n += int64(n)
-	c.step(n)
-	return n, err
 }
 
 // stallWatch ends a context when nothing has moved for some time.

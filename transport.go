@@ -71,10 +71,11 @@ type Conn interface {
 	CreateVolume(ctx context.Context, pool, xml string) error
 	// DeleteVolume deletes a volume, in use or not. Missing: code 50.
 	DeleteVolume(ctx context.Context, pool, name string) error
-	// UploadVolume writes all of r into the volume from its start on. libvirt may report success for an upload that
-	// did not reach the disk whole: look at Volume.PhysicalBytes afterwards. An error of r is returned as it is, and
-	// breaks the session.
-	UploadVolume(ctx context.Context, pool, name string, r io.Reader) error
+	// UploadVolume writes all of r into the volume, from the byte at offset on, which is not negative. What lies
+	// between the end of a file and an offset beyond it is not stored and reads as zeros; nothing is cut off behind
+	// what is written. libvirt may report success for an upload that did not reach the disk whole: look at
+	// Volume.PhysicalBytes afterwards. An error of r is returned as it is, and breaks the session.
+	UploadVolume(ctx context.Context, pool, name string, offset int64, r io.Reader) error
 	// DownloadVolume writes the volume's whole content to w. An error of w is returned as it is, and breaks the
 	// session.
 	DownloadVolume(ctx context.Context, pool, name string, w io.Writer) error

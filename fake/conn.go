@@ -256,9 +256,9 @@ func (c *conn) DeleteVolume(ctx context.Context, pool, name string) error {
 	})
 }
 
-func (c *conn) UploadVolume(ctx context.Context, pool, name string, r io.Reader) error {
+func (c *conn) UploadVolume(ctx context.Context, pool, name string, offset int64, r io.Reader) error {
 	_, err := run(ctx, c, Call{Op: kvm2.OpVolumeUpload, Pool: pool, Object: name}, func(p plan) (struct{}, error) {
-		return struct{}{}, c.upload(ctx, p, pool, name, r)
+		return struct{}{}, c.upload(ctx, p, pool, name, offset, r)
 	})
 	return err
 }

@@ -1,6 +1,10 @@
 package fake
 
-import "path"
+import (
+	"cmp"
+	"path"
+	"slices"
+)
 
 // A file is a file on the host. Its content is kept in chunks; what was never written, and a chunk of zeros, is not kept
 // and reads as zeros. The chunks are small, since images and seeds are mostly zeros with a few bytes in between.
@@ -10,14 +14,16 @@ type file struct {
 	size   int64
 	chunks map[int64]*[chunkBytes]byte
 
-	reserved int64 // bytes that were allocated up front
-	written  int64 // the end of what was written; it is written from the start on
-	opened   int   // guests and transfers that hold it open
-	locked   bool  // a guest writes to it
+	stored []extent // what takes up space on disk: sorted, apart from each other, in whole blocks
+	opened int      // guests and transfers that hold it open
+	locked bool     // a guest writes to it
 
 	pool     *pool // on whose file system it takes up space; nil: none yet, or no more
 	unlinked bool  // it is deleted
 }
+
+// extent is a range of a file.
+type extent struct{ from, to int64 }
 
 const (
 	chunkBytes = 512
@@ -30,13 +36,52 @@ func (h *Host) newFile(path string) *file {
 }
 
 // allocated is what the file takes up on disk.
-func (f *file) allocated() int64 { return max(f.reserved, wholeBlocks(f.written)) }
+func (f *file) allocated() int64 {
+	var n int64
+	for _, e := range f.stored {
+		n += e.to - e.from
+	}
+	return n
+}
+
+// store makes a range take up space.
+func (f *file) store(from, to int64) {
+	if from >= to {
+		return
+	}
+	f.stored = append(f.stored, extent{from / blockBytes * blockBytes, wholeBlocks(to)})
+	slices.SortFunc(f.stored, func(a, b extent) int { return cmp.Compare(a.from, b.from) })
+	merged := f.stored[:1]
+	for _, e := range f.stored[1:] {
+		if last := &merged[len(merged)-1]; e.from <= last.to {
+			last.to = max(last.to, e.to)
+		} else {
+			merged = append(merged, e)
+		}
+	}
+	f.stored = merged
+}
+
+// room is how much can be written at offset when so much of the file system is free.
+func (f *file) room(offset, free int64) int64 {
+	end := offset / blockBytes * blockBytes
+	for _, e := range f.stored {
+		gap := max(0, e.from-end)
+		if gap > free {
+			break
+		}
+		if e.to > end {
+			free, end = free-gap, e.to
+		}
+	}
+	return max(0, end+free-offset)
+}
 
 func wholeBlocks(n int64) int64 { return (n + blockBytes - 1) / blockBytes * blockBytes }
 
 // write puts p at offset.
 func (f *file) write(p []byte, offset int64) {
-	f.grow(offset + int64(len(p)))
+	f.grow(offset, offset+int64(len(p)))
 	for len(p) > 0 {
 		index, at := offset/chunkBytes, offset%chunkBytes
 		n := min(chunkBytes-at, int64(len(p)))
@@ -47,10 +92,11 @@ func (f *file) write(p []byte, offset int64) {
 	}
 }
 
-// grow accounts for a write that ends at end.
-func (f *file) grow(end int64) {
+// grow accounts for a write of a range.
+func (f *file) grow(from, to int64) {
 	before := f.allocated()
-	f.size, f.written = max(f.size, end), max(f.written, end)
+	f.size = max(f.size, to)
+	f.store(from, to)
 	if f.pool == nil {
 		return
 	}

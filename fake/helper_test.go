@@ -120,7 +120,7 @@ func (h *harness) qcow2Volume(name string, capacity int64, backing string) {
 }
 
 func (h *harness) upload(name string, content []byte) error {
-	return h.conn.UploadVolume(context.Background(), "default", name, bytes.NewReader(content))
+	return h.conn.UploadVolume(context.Background(), "default", name, 0, bytes.NewReader(content))
 }
 
 func (h *harness) volume(name string) kvm2.Volume {

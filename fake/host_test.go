@@ -52,7 +52,7 @@ func TestConn_UsedByTwoGoroutinesPanics(t *testing.T) {
 	h.rawVolume("v", 0)
 	r, w := io.Pipe()
 	done := make(chan error, 1)
-	go func() { done <- h.conn.UploadVolume(context.Background(), "default", "v", r) }()
+	go func() { done <- h.conn.UploadVolume(context.Background(), "default", "v", 0, r) }()
 	_, err := w.Write([]byte("x"))
 	h.must(err)
 	wantPanic(t, "two goroutines", func() { _, _ = h.conn.HostInfo(t.Context()) })
@@ -173,7 +173,7 @@ func TestHost_ManySessionsAtOnce(t *testing.T) {
 func lifeOf(ctx context.Context, conn kvm2.Conn, name string) error {
 	return errors.Join(
 		conn.CreateVolume(ctx, "default", rawXML(name, 0, 0)),
-		conn.UploadVolume(ctx, "default", name, strings.NewReader(strings.Repeat(name, 1000))),
+		conn.UploadVolume(ctx, "default", name, 0, strings.NewReader(strings.Repeat(name, 1000))),
 		conn.RefreshPool(ctx, "default"),
 		conn.DefineDomain(ctx, domainXML(name, diskXML(images+name, "raw"))),
 		conn.StartDomain(ctx, uuidOf(name)),

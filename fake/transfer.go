@@ -6,6 +6,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"hash"
 	"io"
 )
@@ -16,12 +17,13 @@ type transfer struct {
 	host   *Host
 	pool   *pool
 	file   *file
+	start  int64
 	offset int64
 	digest hash.Hash
 	buffer []byte // for one packet
 }
 
-func (h *Host) openTransfer(poolName, name string) (*transfer, error) {
+func (h *Host) openTransfer(poolName, name string, offset int64) (*transfer, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.settle()
@@ -29,12 +31,15 @@ func (h *Host) openTransfer(poolName, name string) (*transfer, error) {
 	if err != nil {
 		return nil, err
 	}
+	if offset < 0 {
+		return nil, unsupported(fmt.Sprintf("offset %d", offset))
+	}
 	f := p.files[name]
 	if f == nil {
 		return nil, missingFile("Unable to open stream for '%s'", p.pathOf(name))
 	}
 	f.opened++
-	return &transfer{host: h, pool: p, file: f, digest: sha256.New(), buffer: make([]byte, h.settings.packet)}, nil
+	return &transfer{host: h, pool: p, file: f, start: offset, offset: offset, digest: sha256.New(), buffer: make([]byte, h.settings.packet)}, nil
 }
 
 // close ends the transfer, and writes down how much it moved.
@@ -43,7 +48,7 @@ func (t *transfer) close(n int) {
 	t.file.close()
 	t.host.mu.Unlock()
 	t.host.note(n, func(c *Call) {
-		c.Bytes, c.SHA256 = t.offset, hex.EncodeToString(t.digest.Sum(nil))
+		c.Bytes, c.SHA256 = t.offset-t.start, hex.EncodeToString(t.digest.Sum(nil))
 	})
 }
 
@@ -68,8 +73,8 @@ func (c *conn) aside(ctx context.Context, fn func()) error {
 	}
 }
 
-func (c *conn) upload(ctx context.Context, p plan, pool, name string, r io.Reader) error {
-	t, err := c.host.openTransfer(pool, name)
+func (c *conn) upload(ctx context.Context, p plan, pool, name string, offset int64, r io.Reader) error {
+	t, err := c.host.openTransfer(pool, name, offset)
 	if err != nil {
 		return err
 	}
@@ -116,10 +121,11 @@ func (t *transfer) packet(ctx context.Context, c *conn, r io.Reader) ([]byte, er
 
 // cut shortens a packet to what a fault lets pass.
 func (t *transfer) cut(packet []byte, end *cut) ([]byte, error) {
-	if end == nil || t.offset+int64(len(packet)) <= end.after {
+	moved := t.offset - t.start
+	if end == nil || moved+int64(len(packet)) <= end.after {
 		return packet, nil
 	}
-	packet = packet[:max(0, end.after-t.offset)]
+	packet = packet[:max(0, end.after-moved)]
 	if end.silent {
 		return packet, nil
 	}
@@ -130,8 +136,7 @@ func (t *transfer) cut(packet []byte, end *cut) ([]byte, error) {
 func (t *transfer) write(packet []byte) error {
 	t.host.mu.Lock()
 	defer t.host.mu.Unlock()
-	room := t.file.allocated() + t.pool.free() - t.offset
-	fits := packet[:max(0, min(int64(len(packet)), room))]
+	fits := packet[:min(int64(len(packet)), t.file.room(t.offset, t.pool.free()))]
 	if len(fits) > 0 {
 		t.file.write(fits, t.offset)
 		t.digest.Write(fits)
@@ -154,7 +159,7 @@ func (t *transfer) refresh() {
 }
 
 func (c *conn) download(ctx context.Context, p plan, pool, name string, w io.Writer) error {
-	t, err := c.host.openTransfer(pool, name)
+	t, err := c.host.openTransfer(pool, name, 0)
 	if err != nil {
 		return err
 	}

@@ -209,7 +209,7 @@ func (p *pool) fillRaw(f *file, s volumeSpec) error {
 		return answer(codeSystem, "cannot allocate %d bytes in file '%s': No space left on device", s.allocation, f.path)
 	}
 	f.size = max(s.capacity, s.allocation)
-	f.reserved = wholeBlocks(s.allocation)
+	f.store(0, s.allocation)
 	return nil
 }
 

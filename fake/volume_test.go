@@ -273,9 +273,38 @@ func TestUploadVolume_ZerosTakeSpace(t *testing.T) {
 	h := newHarness(t)
 	h.rawVolume("v", 0)
 	const size = 64 << 20
-	h.must(h.conn.UploadVolume(t.Context(), "default", "v", io.LimitReader(zeros{}, size)))
+	h.must(h.conn.UploadVolume(t.Context(), "default", "v", 0, io.LimitReader(zeros{}, size)))
 	if v := h.volume("v"); v.PhysicalBytes != size || v.AllocatedBytes != size {
 		t.Errorf("got %+v", v)
+	}
+}
+
+func TestUploadVolume_GapsTakeNoSpace(t *testing.T) {
+	const free = 1 << 20
+	h := newHarness(t, fake.WithPool("default", free))
+	h.rawVolume("v", 0)
+	block := bytes.Repeat([]byte{1}, 4096)
+	send := func(offset int64, content []byte) {
+		h.must(h.conn.UploadVolume(t.Context(), "default", "v", offset, bytes.NewReader(content)))
+	}
+	send(0, block)
+	send(1<<26, block)
+	send(1<<25, block)
+	send(1<<25+100, block) // one block more
+	if v := h.volume("v"); v.PhysicalBytes != 1<<26+4096 || v.AllocatedBytes != 4*4096 {
+		t.Errorf("got %+v, want 4 blocks in a file of 64 MiB", v)
+	}
+	want := append(bytes.Clone(block), block[:100]...)
+	if got := h.host.VolumeBytes("default", "v")[1<<25:][:len(want)]; !bytes.Equal(got, want) {
+		t.Error("what was written in the middle is not there")
+	}
+	send(1<<24, bytes.Repeat(block, free/4096)) // more than is free: what was stored already is no room for it
+	if v := h.volume("v"); v.AllocatedBytes != free {
+		t.Errorf("got %+v, want all of the file system taken", v)
+	}
+	send(1<<26, block) // where it takes no more space
+	if got := h.host.VolumeBytes("default", "v")[1<<26:]; !bytes.Equal(got, block) {
+		t.Error("what takes no more space could not be written")
 	}
 }
 
@@ -315,7 +344,7 @@ func TestUploadVolume_ContextEndsAStuckReader(t *testing.T) {
 		_, _ = w.Write([]byte("x"))
 		cancel()
 	}()
-	err := h.conn.UploadVolume(ctx, "default", "v", r)
+	err := h.conn.UploadVolume(ctx, "default", "v", 0, r)
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v", err)
 	}

@@ -76,7 +76,7 @@ func (s *seam) duringUpload(ctx context.Context, disturb func()) error {
 	r, w := io.Pipe()
 	defer func() { _ = w.Close() }()
 	result := make(chan error, 1)
-	go func() { result <- s.conn.UploadVolume(ctx, s.caps.Pool, s.name("stuck"), r) }()
+	go func() { result <- s.conn.UploadVolume(ctx, s.caps.Pool, s.name("stuck"), 0, r) }()
 	// The write returns when it has been read, so the upload has begun by then.
 	s.promptly("the upload's first read", func() { _, _ = w.Write([]byte("x")) })
 	disturb()

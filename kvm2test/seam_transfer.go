@@ -25,7 +25,12 @@ func pattern(n int) []byte {
 
 func (s *seam) upload(part string, content []byte) {
 	s.Helper()
-	s.must(s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name(part), bytes.NewReader(content)))
+	s.uploadAt(part, 0, content)
+}
+
+func (s *seam) uploadAt(part string, offset int64, content []byte) {
+	s.Helper()
+	s.must(s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name(part), offset, bytes.NewReader(content)))
 }
 
 func (s *seam) download(part string) []byte {
@@ -67,13 +72,13 @@ func transferCases() []seamCase {
 		{"UploadVolume/SmallReads", "A reader that gives one byte at a time is read to its end.", needTransfers, func(s *seam) {
 			content := pattern(5000)
 			s.rawVolume("v", 0)
-			s.must(s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), iotest.OneByteReader(bytes.NewReader(content))))
+			s.must(s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), 0, iotest.OneByteReader(bytes.NewReader(content))))
 			s.wantContent("v", content)
 		}},
 		{"UploadVolume/ErrorWithData", "A reader that gives its end together with the last bytes loses none.", needTransfers, func(s *seam) {
 			content := pattern(70_000)
 			s.rawVolume("v", 0)
-			s.must(s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), iotest.DataErrReader(bytes.NewReader(content))))
+			s.must(s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), 0, iotest.DataErrReader(bytes.NewReader(content))))
 			s.wantContent("v", content)
 		}},
 		{"UploadVolume/BeyondCapacity", "An upload larger than the volume makes it grow.", needTransfers, func(s *seam) {
@@ -88,6 +93,36 @@ func transferCases() []seamCase {
 			s.upload("v", content)
 			s.upload("v", []byte("short"))
 			s.wantContent("v", append([]byte("short"), content[5:]...))
+		}},
+		{"UploadVolume/Offset", "An upload at an offset replaces what is there, and leaves what is before and behind it.", needTransfers, func(s *seam) {
+			content := pattern(100_000)
+			s.rawVolume("v", 0)
+			s.upload("v", content)
+			s.uploadAt("v", 50_000, []byte("in the middle"))
+			copy(content[50_000:], "in the middle")
+			s.wantContent("v", content)
+		}},
+		{"UploadVolume/Ranges", "Ranges written one after another make a file: the gaps read as zeros, the physical size is the end of the last range.", needTransfers, func(s *seam) {
+			const gap = 9 << 20
+			s.rawVolume("v", 0)
+			want := make([]byte, 3*gap+1)
+			for _, r := range []struct{ offset, length int }{{0, 70_000}, {gap, 300_000}, {2*gap + 12_345, 1}, {3 * gap, 1}} {
+				content := pattern(r.length)
+				copy(want[r.offset:], content)
+				s.uploadAt("v", int64(r.offset), content)
+				if v, end := s.volume("v"), int64(r.offset+r.length); v.PhysicalBytes != end {
+					s.Fatalf("got %+v, want a physical size of %d", v, end)
+				}
+			}
+			if v := s.volume("v"); v.AllocatedBytes > gap {
+				s.Errorf("got %+v, want the gaps not to be stored", v)
+			}
+			s.wantContent("v", want)
+		}},
+		{"UploadVolume/OffsetBeyondEnd", "An upload at an offset beyond the volume's capacity makes it grow.", needTransfers, func(s *seam) {
+			s.rawVolume("v", 4096)
+			s.uploadAt("v", 1<<20, []byte("far out"))
+			s.wantContent("v", append(make([]byte, 1<<20), "far out"...))
 		}},
 		{"UploadVolume/Empty", "An upload of nothing succeeds and changes nothing.", needTransfers, func(s *seam) {
 			s.rawVolume("v", 4096)
@@ -111,10 +146,10 @@ func transferCases() []seamCase {
 			})
 		}},
 		{"UploadVolume/Missing", "An upload into a volume that does not exist is code 50.", needTransfers, func(s *seam) {
-			s.wantCode(s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("none"), strings.NewReader("x")), 50)
+			s.wantCode(s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("none"), 0, strings.NewReader("x")), 50)
 		}},
 		{"UploadVolume/NoPool", "An upload into a pool that does not exist is code 49.", needTransfers, func(s *seam) {
-			s.wantCode(s.conn.UploadVolume(s.ctx, s.name("none"), s.name("v"), strings.NewReader("x")), 49)
+			s.wantCode(s.conn.UploadVolume(s.ctx, s.name("none"), s.name("v"), 0, strings.NewReader("x")), 49)
 		}},
 		{"DownloadVolume/Zeros", "A volume that was never written to reads as zeros.", needTransfers, func(s *seam) {
 			s.rawVolume("v", 300_000)
@@ -142,7 +177,7 @@ func brokenTransferCases() []seamCase {
 		{"UploadVolume/ReaderFails", "An error of the reader comes back as it is, and breaks the session.", needTransfers, func(s *seam) {
 			s.rawVolume("v", 0)
 			r := io.MultiReader(bytes.NewReader(pattern(600_000)), iotest.ErrReader(errMine))
-			err := s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), r)
+			err := s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), 0, r)
 			if !errors.Is(err, errMine) {
 				s.Fatalf("got %v, want the reader's own error", err)
 			}
@@ -160,7 +195,7 @@ func brokenTransferCases() []seamCase {
 			s.rawVolume("v", 0)
 			r, w := io.Pipe()
 			result := make(chan error, 1)
-			go func() { result <- s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), r) }()
+			go func() { result <- s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), 0, r) }()
 			other := s.dial()
 			for sent := int64(1 << 20); sent <= 3<<20; sent += 1 << 20 {
 				_, err := w.Write(pattern(1 << 20))
@@ -180,7 +215,7 @@ func brokenTransferCases() []seamCase {
 			s.rawVolume("v", 0)
 			r, w := io.Pipe()
 			result := make(chan error, 1)
-			go func() { result <- s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), r) }()
+			go func() { result <- s.conn.UploadVolume(s.ctx, s.caps.Pool, s.name("v"), 0, r) }()
 			_, err := w.Write([]byte("x"))
 			s.must(err)
 			other := s.dial()
