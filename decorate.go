@@ -15,11 +15,12 @@ type decorator struct {
 	host    string
 	timeout time.Duration
 	log     *slog.Logger
+	watch   Observer // nil when nobody watches
 }
 
 // open dials. The deadline covers the whole way to a usable session.
 func (d *decorator) open(ctx context.Context) (*session, error) {
-	conn, err := observe(ctx, d, OpDial, d.next.Dial)
+	conn, err := observe(ctx, d, OpDial, nil, d.next.Dial)
 	if err != nil {
 		return nil, err
 	}
@@ -36,18 +37,29 @@ type session struct {
 var _ Conn = (*session)(nil)
 
 // observe runs one call under the decorator's deadline.
-func observe[T any](ctx context.Context, d *decorator, op Op, call func(context.Context) (T, error)) (T, error) {
+func observe[T any](ctx context.Context, d *decorator, op Op, conn Conn, call func(context.Context) (T, error)) (T, error) {
 	ctx, cancel := context.WithTimeout(ctx, d.timeout)
 	defer cancel()
-	return observeUnbounded(ctx, d, op, call)
+	return observeUnbounded(ctx, d, op, conn, call)
 }
 
-// observeUnbounded runs one call that may take as long as its caller's context: a transfer.
-func observeUnbounded[T any](ctx context.Context, d *decorator, op Op, call func(context.Context) (T, error)) (T, error) {
-	start := time.Now()
+// observeUnbounded runs one call that may take as long as its caller's context: a transfer. conn is nil for a dial.
+func observeUnbounded[T any](ctx context.Context, d *decorator, op Op, conn Conn, call func(context.Context) (T, error)) (T, error) {
+	start, before := time.Now(), trafficOf(conn)
 	v, err := call(ctx)
+	took := time.Since(start)
 	err = classify(op, d.host, err)
-	attrs := []slog.Attr{slog.String("host", d.host), slog.String("op", string(op)), slog.Duration("took", time.Since(start))}
+	if d.watch != nil {
+		after := trafficOf(conn)
+		if conn == nil {
+			after = trafficOf(v)
+		}
+		d.watch.CallObserved(CallEvent{
+			Host: d.host, Op: op, Duration: took, Err: err,
+			BytesSent: after.sent - before.sent, BytesReceived: after.received - before.received,
+		})
+	}
+	attrs := []slog.Attr{slog.String("host", d.host), slog.String("op", string(op)), slog.Duration("took", took)}
 	if err != nil {
 		attrs = append(attrs, slog.String("class", ClassOf(err).String()), slog.String("error", err.Error()))
 	}
@@ -57,7 +69,7 @@ func observeUnbounded[T any](ctx context.Context, d *decorator, op Op, call func
 
 // ask runs a call that returns a value, tell one that does not.
 func ask[T any](ctx context.Context, s *session, op Op, call func(context.Context) (T, error)) (T, error) {
-	v, err := observe(ctx, s.d, op, call)
+	v, err := observe(ctx, s.d, op, s.conn, call)
 	s.note(err)
 	return v, err
 }
@@ -68,7 +80,7 @@ func (s *session) tell(ctx context.Context, op Op, call func(context.Context) er
 }
 
 func (s *session) transfer(ctx context.Context, op Op, call func(context.Context) error) error {
-	_, err := observeUnbounded(ctx, s.d, op, func(ctx context.Context) (struct{}, error) { return struct{}{}, call(ctx) })
+	_, err := observeUnbounded(ctx, s.d, op, s.conn, func(ctx context.Context) (struct{}, error) { return struct{}{}, call(ctx) })
 	s.note(err)
 	return err
 }
@@ -169,4 +181,17 @@ func (s *session) DownloadVolume(ctx context.Context, pool, name string, w io.Wr
 func (s *session) alive() bool {
 	c, ok := s.conn.(interface{ Alive() bool })
 	return !ok || c.Alive()
+}
+
+// ping asks the host for an answer, if the Conn knows how.
+func (s *session) ping(ctx context.Context) error {
+	c, ok := s.conn.(interface {
+		Ping(ctx context.Context) error
+	})
+	if !ok {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, pingTimeout)
+	defer cancel()
+	return s.tell(ctx, OpPing, c.Ping)
 }

@@ -81,6 +81,8 @@ type Error struct {
 	Reason error
 	// Err is the cause; it may be nil.
 	Err error
+
+	after time.Duration // a Transient error is not worth another call before
 }
 
 // Error returns the host, the operation and the cause.
@@ -121,7 +123,7 @@ func (e *Error) Unwrap() []error {
 func (e *Error) RetryAfter() time.Duration {
 	switch e.Class {
 	case ClassTransient:
-		return retryTransient
+		return max(retryTransient, e.after)
 	case ClassQuota:
 		return retryQuota
 	case ClassPermanent, ClassNotFound:

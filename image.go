@@ -98,10 +98,10 @@ type imageJob struct {
 	retry    time.Time // not before this may another begin
 }
 
-func newImageCache(e endpoint, conns *connPool, space *reservations) *imageCache {
+func newImageCache(e endpoint, open func(context.Context) (*session, error), conns *connPool, space *reservations) *imageCache {
 	ctx, cancel := context.WithCancel(context.Background())
 	return &imageCache{
-		cfg: e.cfg, open: e.dial.open, with: conns.with, sources: e.sources, log: e.log, tell: e.progress, space: space,
+		cfg: e.cfg, open: open, with: conns.with, sources: e.sources, log: e.log, tell: e.progress, space: space,
 		slots: make(chan struct{}, e.cfg.Images.MaxTransfers),
 		ctx:   ctx, cancel: cancel, jobs: map[string]*imageJob{}, sums: map[sumsKey]*sumsJob{},
 		attempts: newAttempts(time.Duration(e.cfg.Images.StallTimeout)),

@@ -29,12 +29,13 @@ type Provider struct {
 type Option func(*options)
 
 type options struct {
-	dialer Dialer
-	log    *slog.Logger
-	http   *http.Client
-	mutate func(*libvirtxml.Domain)
+	dialer   Dialer
+	log      *slog.Logger
+	http     *http.Client
+	mutate   func(*libvirtxml.Domain)
+	observer Observer
+	progress func(ImageEvent)
 
-	progress      func(ImageEvent)
 	sshPassphrase func(ctx context.Context, keyFile string) ([]byte, error)
 	sshSigners    func(ctx context.Context) ([]ssh.Signer, error)
 
@@ -86,13 +87,13 @@ func New(cfg Config, opts ...Option) (*Provider, error) {
 	if err != nil {
 		return nil, err
 	}
-	space := &reservations{}
-	conns := newConnPool(e.dial.open, e.cfg.MaxConnections, time.Duration(e.cfg.IdleTimeout))
+	space, way := &reservations{}, &circuit{dial: e.dial.open}
+	conns := newConnPool(way.open, e.cfg.MaxConnections, time.Duration(e.cfg.IdleTimeout))
 	return &Provider{
 		cfg:    e.cfg,
 		host:   e.host,
 		conns:  conns,
-		images: newImageCache(e, conns, space),
+		images: newImageCache(e, way.open, conns, space),
 		space:  space,
 		locks:  newKeyedLock(),
 		mutate: e.mutate,
@@ -132,15 +133,16 @@ func newEndpoint(cfg Config, opts []Option) (endpoint, error) {
 		hostKey = uri.transport == "ssh" || uri.transport == "tls"
 	}
 	host := hostIdentity{name: cfg.hostName(uri), systemDaemon: uri.isSystem()}
-	dial := &decorator{next: o.dialer, host: host.name, timeout: time.Duration(cfg.CallTimeout), log: o.log}
+	dial := &decorator{next: o.dialer, host: host.name, timeout: time.Duration(cfg.CallTimeout), log: o.log, watch: o.observer}
 	return endpoint{options: o, cfg: cfg, host: host, hostKey: hostKey, dial: dial}, nil
 }
 
-// Close ends image transfers under way, removes what they wrote, and closes all connections; calls that come later get
-// ErrClosed. It returns when no transfer is left running: after Config.CallTimeout or so where the host does not answer.
+// Close ends image transfers under way, removes what they wrote, and closes all connections; calls that wait for a
+// connection, and those that come later, get ErrClosed. A call that has a connection keeps it until it returns. Close
+// returns when no transfer is left running: after Config.CallTimeout or so where the host does not answer.
 func (p *Provider) Close() error {
+	p.conns.close() // first: transfers have connections of their own, and may take a while to clean up
 	p.images.close()
-	p.conns.close()
 	return nil
 }
 

@@ -39,7 +39,7 @@ func (c oneConn) Dial() (net.Conn, error) { return c.Conn, nil }
 // openLibvirt starts a session of the driver over a network connection, which it takes over.
 func openLibvirt(ctx context.Context, raw net.Conn, driver string) (*libvirtConn, error) {
 	guarded := rpcguard.New(raw)
-	client := libvirt.NewWithDialer(oneConn{guarded})
+	client := libvirt.NewWithDialer(oneConn{rpcguard.BoundReplies(guarded)})
 	c := &libvirtConn{net: guarded, client: client, pools: map[string]libvirt.StoragePool{}, networks: map[string]libvirt.Network{}}
 	err := c.do(ctx, func() error { return client.ConnectToURI(libvirt.ConnectURI(driver)) })
 	if err != nil {
@@ -54,6 +54,12 @@ func (c *libvirtConn) Close() error { return c.net.Close() }
 
 // Alive reports whether the connection has not ended yet. The client's own Disconnected may never say so.
 func (c *libvirtConn) Alive() bool { return c.net.Err() == nil }
+
+// Ping makes one round trip that costs the daemon nothing.
+func (c *libvirtConn) Ping(ctx context.Context) error {
+	_, err := fetch(ctx, c, c.client.ConnectGetLibVersion)
+	return err
+}
 
 // fetch runs one call of the client and returns what it returned, or the context's error as soon as that ends.
 func fetch[T any](ctx context.Context, c *libvirtConn, call func() (T, error)) (T, error) {

@@ -12,6 +12,9 @@ type connPool struct {
 	slots chan struct{} // one token for each session that may be open
 	idle  time.Duration // how long an unused session is kept
 
+	ctx    context.Context // over when the pool is closed
+	cancel context.CancelFunc
+
 	mu     sync.Mutex
 	free   []idleSession // the most recently used last
 	timer  *time.Timer   // closes what has been idle too long; nil while nothing is free
@@ -24,7 +27,9 @@ type idleSession struct {
 }
 
 func newConnPool(open func(context.Context) (*session, error), size int, idle time.Duration) *connPool {
-	return &connPool{open: open, slots: make(chan struct{}, size), idle: idle}
+	p := &connPool{open: open, slots: make(chan struct{}, size), idle: idle}
+	p.ctx, p.cancel = context.WithCancel(context.Background())
+	return p
 }
 
 // with runs fn on a session of its own.
@@ -33,8 +38,16 @@ func (p *connPool) with(ctx context.Context, fn func(Conn) error) error {
 	if err != nil {
 		return err
 	}
-	defer p.put(s)
-	return fn(s)
+	returned := false
+	defer func() {
+		if !returned { // fn panicked, perhaps in the middle of a call
+			s.broken = true
+		}
+		p.put(s)
+	}()
+	err = fn(s)
+	returned = true
+	return err
 }
 
 func (p *connPool) take(ctx context.Context) (*session, error) {
@@ -43,45 +56,79 @@ func (p *connPool) take(ctx context.Context) (*session, error) {
 	}
 	select {
 	case p.slots <- struct{}{}:
+	case <-p.ctx.Done():
+		return nil, errPoolClosed()
 	case <-ctx.Done():
 		return nil, transient(nil, "waiting for a free connection: %w", ctx.Err())
 	}
+	opened := false
+	defer func() {
+		if !opened {
+			<-p.slots
+		}
+	}()
 	s, err := p.reuseOrOpen(ctx)
-	if err != nil {
-		<-p.slots
-		return nil, err
-	}
-	return s, nil
+	opened = err == nil
+	return s, err
 }
 
+// reuseOrOpen ends with the pool as well as with the context.
 func (p *connPool) reuseOrOpen(ctx context.Context) (*session, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(p.ctx, cancel)()
 	for {
-		s, err := p.reuse()
+		free, err := p.reuse()
 		if err != nil {
 			return nil, err
 		}
-		if s == nil {
-			return p.open(ctx)
+		if free.session == nil {
+			return p.openUnlessClosed(ctx)
 		}
-		if s.alive() {
-			return s, nil
+		if !free.alive() {
+			_ = free.Close() // it ended while nobody used it
+			continue
 		}
-		_ = s.Close() // it ended while nobody used it
+		if time.Since(free.since) < pingAfter || free.ping(ctx) == nil {
+			return free.session, nil
+		}
+		_ = free.Close()
+		p.dropFree() // what froze one has frozen the others, and asking each would take long
 	}
 }
 
-// reuse takes the session that was used last; nil when none is free.
-func (p *connPool) reuse() (*session, error) {
+// A session that was not used for pingAfter is asked whether its host still answers, and given pingTimeout for it: a
+// host that froze or vanished has not closed the connection. One in steady use is not asked.
+const (
+	pingAfter   = 10 * time.Second
+	pingTimeout = 3 * time.Second
+)
+
+func (p *connPool) openUnlessClosed(ctx context.Context) (*session, error) {
+	s, err := p.open(ctx)
+	if p.ctx.Err() == nil {
+		return s, err
+	}
+	if err == nil {
+		_ = s.Close()
+	}
+	return nil, errPoolClosed()
+}
+
+func errPoolClosed() error { return permanent(ErrClosed, "no connection can be opened") }
+
+// reuse takes the session that was used last; one without session when none is free.
+func (p *connPool) reuse() (idleSession, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
-		return nil, permanent(ErrClosed, "no connection can be opened")
+		return idleSession{}, errPoolClosed()
 	}
 	if len(p.free) == 0 {
-		return nil, nil //nolint:nilnil // no session and no error means: open one
+		return idleSession{}, nil
 	}
 	last := len(p.free) - 1
-	s := p.free[last].session
+	s := p.free[last]
 	p.free = p.free[:last]
 	return s, nil
 }
@@ -125,11 +172,20 @@ func (p *connPool) expire() {
 	}
 }
 
-// close closes the free sessions; those in use are closed when they are put back.
+// close ends all waiting and closes the free sessions; those in use are closed when they are put back.
 func (p *connPool) close() {
 	p.mu.Lock()
+	p.closed = true
+	p.mu.Unlock()
+	p.cancel()
+	p.dropFree()
+}
+
+// dropFree closes the free sessions.
+func (p *connPool) dropFree() {
+	p.mu.Lock()
 	free := p.free
-	p.free, p.closed = nil, true
+	p.free = nil
 	if p.timer != nil {
 		p.timer.Stop()
 		p.timer = nil

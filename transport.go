@@ -22,7 +22,8 @@ type Dialer interface {
 // called at any time and ends a call under way.
 //
 // A Conn may also have a method Alive() bool, which says without asking the host whether the session has ended; one
-// that has is then not taken for a further operation.
+// that has is then not taken for a further operation. With a method Ping(ctx context.Context) error, one cheap round
+// trip, it is asked before it is used again after a pause.
 type Conn interface {
 	// Close ends the session and frees all that belongs to it. It does not wait for the host.
 	Close() error
@@ -179,6 +180,7 @@ type Op string
 // The operations.
 const (
 	OpDial              Op = "dial"
+	OpPing              Op = "ping"
 	OpHostInfo          Op = "host.info"
 	OpDomainList        Op = "domain.list"
 	OpDomainLookup      Op = "domain.lookup"

@@ -28,8 +28,10 @@
 //   - Every error ends the connection and is repeated from then on, so that the
 //     client, which retries what a net.OpError calls temporary, stops.
 //
-// Payloads are never stored: they go straight into the reader's buffer, and
-// writes are passed on as they come. One thing the guard cannot prevent: a
+// Payloads are not stored: they go straight into the reader's buffer, and
+// writes are passed on as they come. [BoundReplies], which goes on top, stores
+// replies, but no stream packets: the client would allocate whatever length a
+// reply claims. One thing the guard cannot prevent: a
 // stream whose local Writer fails leaves the client deaf to the packets still
 // to come. Give it Writers that do not fail.
 //
