@@ -158,33 +158,6 @@ func (c *creation) makeVolumes(ctx context.Context, base baseImage, seed []byte)
 	return c.makeSeed(ctx, seed)
 }
 
-// errBaseGone says that a root disk stands, or was to stand, on data that are not the published image any more.
-var errBaseGone = errors.New("its image was removed meanwhile")
-
-// makeRoot makes the overlay on the image, and looks at the image once more. Who removes an image removes the pointer
-// first, and the data only if nothing stands on them after that. So if the pointer is still there now, the overlay will
-// be seen; if not, the machine begins anew.
-func (c *creation) makeRoot(ctx context.Context, base baseImage) error {
-	root := c.plan.volume(volumeRoot)
-	xml, err := overlayXML(root, c.plan.spec.RootDiskBytes, base.path, base.format)
-	if err != nil {
-		return err
-	}
-	want := Volume{CapacityBytes: c.plan.spec.RootDiskBytes, BackingPath: base.path}
-	makeErr := c.makeDisk(ctx, root, xml, want)
-	if makeErr != nil && ClassOf(makeErr) != ClassPermanent { // one whose image has gone cannot be made: that is Permanent
-		return makeErr
-	}
-	err = c.images.still(ctx, c.conn, base)
-	if errors.Is(err, errBaseGone) {
-		return fmt.Errorf("volume %q: %w", root, err)
-	}
-	if makeErr != nil {
-		return makeErr
-	}
-	return err
-}
-
 // makeDisk makes a volume, or finds that an earlier call made it as it is wanted.
 func (c *creation) makeDisk(ctx context.Context, name, xml string, want Volume) error {
 	err := c.createVolume(ctx, name, xml)
@@ -344,12 +317,6 @@ func (c *creation) whole(ctx context.Context) (bool, error) {
 		}
 	}
 	return true, nil
-}
-
-// isBase reports whether a volume is one that root disks of this Spec stand on, whichever build it was begun with.
-func (c *creation) isBase(volume string) bool {
-	name, ok := imageOfVolume(c.cfg.Scope, volume)
-	return ok && name.isAttempt(volume) || volume != "" && volume == c.plan.spec.Image.Volume
 }
 
 // abandon cleans up after an error that going on cannot mend, when there is no domain: the machine's own volumes go.

@@ -3,7 +3,6 @@ package kvm2
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -36,50 +35,6 @@ const (
 
 	maxSumsBytes = 1 << 20
 )
-
-// identify finds out which image the root disk is to stand on. While its checksum is looked up it returns the progress.
-func (c *creation) identify(ctx context.Context) (*ImageProgress, error) {
-	if c.plan.spec.Image.Volume != "" {
-		return nil, nil //nolint:nilnil // there is nothing to find out, and no progress
-	}
-	checksum, progress, err := c.checksum(ctx)
-	if err != nil || progress != nil {
-		return progress, err
-	}
-	c.image = newImageName(c.cfg.Scope, checksum)
-	return nil, nil //nolint:nilnil // it has been found out
-}
-
-// base is the image that the root disk stands on. As long as it is not there, it returns the progress.
-func (c *creation) base(ctx context.Context) (baseImage, *ImageProgress, error) {
-	image := c.plan.spec.Image
-	if image.Volume != "" {
-		base, err := c.images.inPlace(ctx, c.conn, image.Volume)
-		return base, nil, err
-	}
-	base, progress, err := c.images.ensure(ctx, c.conn, Image{URL: image.URL, Checksum: c.image.checksum})
-	if image.ChecksumURL != "" && errors.Is(err, errWrongChecksum) && c.images.recheck(image) {
-		return baseImage{}, &ImageProgress{Phase: ImageOpening, Attempt: 1}, nil
-	}
-	return base, progress, err
-}
-
-// checksum is the image's checksum. If it has to be looked up, a root disk that exists says which one this machine was
-// begun with: a new build, published meanwhile, is for the next machine.
-func (c *creation) checksum(ctx context.Context) (string, *ImageProgress, error) {
-	image := c.plan.spec.Image
-	if image.ChecksumURL == "" {
-		return image.Checksum, nil, nil
-	}
-	root, err := c.conn.Volume(ctx, c.cfg.Pool, c.plan.volume(volumeRoot))
-	if err != nil && ClassOf(err) != ClassNotFound {
-		return "", nil, err
-	}
-	if name, ok := imageOfVolume(c.cfg.Scope, root.backingName()); ok && name.isAttempt(root.backingName()) {
-		return name.checksum, nil, nil
-	}
-	return c.images.resolve(image)
-}
 
 // checksumOf puts the algorithm before a digest, which its length tells; empty for what is no digest.
 func checksumOf(digest string) string {

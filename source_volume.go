@@ -72,16 +72,3 @@ func (w *headWriter) Write(p []byte) (int, error) {
 	}
 	return n, nil
 }
-
-// still makes sure that what a root disk was just made on is still there; errBaseGone when an image has gone.
-func (c *imageCache) still(ctx context.Context, conn Conn, base baseImage) error {
-	if base.volume != "" {
-		_, err := c.ownersVolume(ctx, conn, base.volume)
-		return err
-	}
-	now, err := c.lookup(ctx, conn, base.name)
-	if ClassOf(err) == ClassNotFound || err == nil && now.path != base.path {
-		return transient(ErrConflict, "%w", errBaseGone)
-	}
-	return err
-}
