@@ -67,7 +67,7 @@ func newTransferBench(tb testing.TB) *transferBench {
 
 // undo takes away what this run or an interrupted one has made.
 func (b *transferBench) undo() {
-	_ = exec.Command("virsh", "-q", "-c", "qemu:///system", "pool-destroy", benchScope).Run()
+	_ = onIdlePool("pool-destroy", benchScope) // fails where there is none
 	_ = exec.Command("umount", b.dir).Run()
 	_ = os.Remove(b.dir)
 }
@@ -134,7 +134,27 @@ func (b *transferBench) empty() {
 			b.tb.Fatal(err)
 		}
 	}
-	b.run("virsh", "-q", "-c", "qemu:///system", "pool-refresh", b.Pool)
+	if err := onIdlePool("pool-refresh", b.Pool); err != nil {
+		b.tb.Fatal(err)
+	}
+}
+
+// onIdlePool runs a virsh command that libvirt refuses as long as the pool has jobs: an upload ends with a refresh, which
+// goes on for a moment after it.
+func onIdlePool(command, pool string) error {
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
+	for range 100 {
+		out, err := exec.Command("virsh", "-q", "-c", "qemu:///system", command, pool).CombinedOutput()
+		if err == nil {
+			return nil
+		}
+		if !bytes.Contains(out, []byte("asynchronous jobs")) {
+			return fmt.Errorf("%s: %w: %s", command, err, out)
+		}
+		<-tick.C
+	}
+	return fmt.Errorf("%s: the pool has been busy for 10 s", command)
 }
 
 // contender is a way to bring the source into the pool. It returns its peak memory where that is known.
