@@ -10,7 +10,6 @@ import (
 	"net"
 	"net/url"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -167,7 +166,7 @@ func inactiveNetwork(t *testing.T, name string) {
 	if err := os.WriteFile(path, []byte("<network><name>"+name+"</name></network>"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	_ = exec.Command("virsh", "-q", "-c", "qemu:///system", "net-undefine", name).Run() // what an interrupted run left
+	_, _ = testhost.Virsh("net-undefine", name) // what an interrupted run left
 	virsh(t, "net-define", path)
 	t.Cleanup(func() { virsh(t, "net-undefine", name) })
 }

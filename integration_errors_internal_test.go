@@ -230,16 +230,16 @@ func (*errorHost) file(t *testing.T, name, text string) string {
 // manage uses libvirt's own client, so that kvm2 does not prepare its own tests.
 func manage(t *testing.T, args ...string) string {
 	t.Helper()
-	out, err := exec.Command("virsh", append([]string{"-q", "-c", "qemu:///system"}, args...)...).CombinedOutput()
+	out, err := testhost.Virsh(args...)
 	if err != nil {
-		t.Errorf("virsh %q: %v: %s", args, err, out)
+		t.Error(err)
 	}
-	return string(out)
+	return out
 }
 
 // attempt does what may fail: there may be nothing to undo.
 func attempt(args ...string) {
-	_ = exec.Command("virsh", append([]string{"-q", "-c", "qemu:///system"}, args...)...).Run()
+	_, _ = testhost.Virsh(args...)
 }
 
 // mishap is the host during one provocation, on a connection of its own.

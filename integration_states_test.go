@@ -476,8 +476,8 @@ func dirPool(t *testing.T, h testhost.Host, name string) (path string) {
 
 // removePool fails where there is nothing to remove, which is what it is for.
 func removePool(name string) {
-	_ = exec.Command("virsh", "-q", "-c", "qemu:///system", "pool-destroy", name).Run()
-	_ = exec.Command("virsh", "-q", "-c", "qemu:///system", "pool-undefine", name).Run()
+	_, _ = testhost.Virsh("pool-destroy", name)
+	_, _ = testhost.Virsh("pool-undefine", name)
 }
 
 // smallPool starts a pool on a file system of its own, of a size in the form of mount.

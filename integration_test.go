@@ -17,7 +17,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
-	"os/exec"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -387,15 +386,13 @@ func run(t *testing.T, client *ssh.Client, command string) string {
 	return string(out)
 }
 
-// The host is looked at with libvirt's own client, so that kvm2 does not vouch for itself.
-
 func virsh(t *testing.T, args ...string) string {
 	t.Helper()
-	out, err := exec.Command("virsh", append([]string{"-q", "-c", "qemu:///system"}, args...)...).CombinedOutput()
+	out, err := testhost.Virsh(args...)
 	if err != nil {
-		t.Errorf("virsh %q: %v: %s", args, err, out)
+		t.Error(err)
 	}
-	return string(out)
+	return out
 }
 
 func domainsOf(t *testing.T, scope string) []string {
@@ -422,7 +419,7 @@ func withPrefix(lines, prefix string) []string {
 func removeScope(t *testing.T, pool, scope string) {
 	t.Helper()
 	for _, d := range domainsOf(t, scope) {
-		_ = exec.Command("virsh", "-q", "-c", "qemu:///system", "destroy", d).Run() // fails when it is not running
+		_, _ = testhost.Virsh("destroy", d) // fails when it is not running
 		virsh(t, "undefine", d, "--nvram", "--managed-save", "--snapshots-metadata", "--checkpoints-metadata")
 	}
 	for _, v := range volumesOf(t, pool, scope) {

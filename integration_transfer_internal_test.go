@@ -55,7 +55,7 @@ func newTransferBench(tb testing.TB) *transferBench {
 	if err := os.Mkdir(b.PoolPath, 0o711); err != nil {
 		tb.Fatal(err)
 	}
-	b.run("virsh", "-q", "-c", "qemu:///system", "pool-create-as", b.Pool, "dir", "--target", b.PoolPath)
+	b.manage("pool-create-as", b.Pool, "dir", "--target", b.PoolPath)
 	b.source = filepath.Join(b.dir, "source.raw")
 	b.ssh = []string{"-F", "none", "-i", h.KeyFile, "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes", "-o", "UserKnownHostsFile=" + h.KnownHosts}
 	script := fmt.Sprintf("#!/bin/sh\nexec ssh %s \"$@\"\n", strings.Join(b.ssh, " "))
@@ -67,7 +67,7 @@ func newTransferBench(tb testing.TB) *transferBench {
 
 // undo takes away what this run or an interrupted one has made.
 func (b *transferBench) undo() {
-	_ = onIdlePool("pool-destroy", benchScope) // fails where there is none
+	_, _ = testhost.Virsh("pool-destroy", benchScope) // fails where there is none
 	_ = exec.Command("umount", b.dir).Run()
 	_ = os.Remove(b.dir)
 }
@@ -122,6 +122,14 @@ func (b *transferBench) run(name string, args ...string) {
 	}
 }
 
+// manage does with virsh what is not measured.
+func (b *transferBench) manage(args ...string) {
+	b.tb.Helper()
+	if _, err := testhost.Virsh(args...); err != nil {
+		b.tb.Fatal(err)
+	}
+}
+
 // empty removes what a transfer has brought.
 func (b *transferBench) empty() {
 	b.tb.Helper()
@@ -134,27 +142,7 @@ func (b *transferBench) empty() {
 			b.tb.Fatal(err)
 		}
 	}
-	if err := onIdlePool("pool-refresh", b.Pool); err != nil {
-		b.tb.Fatal(err)
-	}
-}
-
-// onIdlePool runs a virsh command that libvirt refuses as long as the pool has jobs: an upload ends with a refresh, which
-// goes on for a moment after it.
-func onIdlePool(command, pool string) error {
-	tick := time.NewTicker(100 * time.Millisecond)
-	defer tick.Stop()
-	for range 100 {
-		out, err := exec.Command("virsh", "-q", "-c", "qemu:///system", command, pool).CombinedOutput()
-		if err == nil {
-			return nil
-		}
-		if !bytes.Contains(out, []byte("asynchronous jobs")) {
-			return fmt.Errorf("%s: %w: %s", command, err, out)
-		}
-		<-tick.C
-	}
-	return fmt.Errorf("%s: the pool has been busy for 10 s", command)
+	b.manage("pool-refresh", b.Pool)
 }
 
 // contender is a way to bring the source into the pool. It returns its peak memory where that is known.
@@ -265,7 +253,7 @@ func BenchmarkRealHost_Transfer(b *testing.B) {
 			b.StopTimer()
 			bench.empty()
 			if strings.HasPrefix(c.name, "virsh") {
-				bench.run("virsh", "-q", "-c", "qemu:///system", "vol-create-as", bench.Pool, "virsh", "0", "--format", "raw")
+				bench.manage("vol-create-as", bench.Pool, "virsh", "0", "--format", "raw")
 			}
 			b.StartTimer()
 			start := time.Now()

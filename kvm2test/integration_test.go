@@ -3,7 +3,6 @@
 package kvm2test_test
 
 import (
-	"os/exec"
 	"strings"
 	"testing"
 	"time"
@@ -42,17 +41,17 @@ func TestRealHost_ProviderConforms(t *testing.T) {
 // removeImages removes the scope's cached image, which deleting machines leaves.
 func removeImages(t *testing.T, pool, scope string) {
 	t.Helper()
-	out, err := exec.Command("virsh", "-q", "-c", "qemu:///system", "vol-list", pool).CombinedOutput()
+	out, err := testhost.Virsh("vol-list", pool)
 	if err != nil {
-		t.Errorf("virsh vol-list: %v: %s", err, out)
+		t.Error(err)
 	}
-	for line := range strings.Lines(string(out)) {
+	for line := range strings.Lines(out) {
 		fields := strings.Fields(line)
 		if len(fields) == 0 || !strings.HasPrefix(fields[0], scope+"-") {
 			continue
 		}
-		if out, err := exec.Command("virsh", "-q", "-c", "qemu:///system", "vol-delete", fields[0], pool).CombinedOutput(); err != nil {
-			t.Errorf("virsh vol-delete %s: %v: %s", fields[0], err, out)
+		if _, err := testhost.Virsh("vol-delete", fields[0], pool); err != nil {
+			t.Error(err)
 		}
 	}
 }
