@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"net/netip"
 	"slices"
@@ -154,7 +155,7 @@ func (c *libvirtConn) HostInfo(ctx context.Context) (HostInfo, error) {
 			func() (err error) { caps, err = c.client.ConnectGetCapabilities(); return err },
 			func() error {
 				_, memory, cpus, _, _, _, _, _, err := c.client.NodeGetInfo()
-				info.CPUs, info.MemoryBytes = int(cpus), int64(memory)*kib
+				info.CPUs, info.MemoryBytes = max(int(cpus), 0), min(size(memory), math.MaxInt64/kib)*kib
 				return err
 			},
 		)
@@ -452,16 +453,22 @@ func (c *libvirtConn) Pool(ctx context.Context, name string) (Pool, error) {
 			if err != nil {
 				return Pool{}, err
 			}
-			var desc libvirtxml.StoragePool
-			if err := desc.Unmarshal(xml); err != nil {
-				return Pool{}, fmt.Errorf("storage pool: %w", err)
-			}
-			if desc.Target != nil {
-				out.TargetPath = desc.Target.Path
-			}
-			return out, nil
+			out.TargetPath, err = readPoolTarget(xml)
+			return out, err
 		})
 	})
+}
+
+// readPoolTarget reads where a pool has its volumes from its XML.
+func readPoolTarget(xml string) (string, error) {
+	var pool libvirtxml.StoragePool
+	if err := pool.Unmarshal(xml); err != nil {
+		return "", fmt.Errorf("storage pool: %w", err)
+	}
+	if pool.Target == nil {
+		return "", nil
+	}
+	return pool.Target.Path, nil
 }
 
 func (c *libvirtConn) RefreshPool(ctx context.Context, name string) error {
@@ -571,7 +578,8 @@ func sizeOf(s *libvirtxml.StorageVolumeSize) int64 {
 	return size(s.Value)
 }
 
-func size(n uint64) int64 { return int64(min(n, 1<<63-1)) }
+// size returns a number of bytes that a host tells, which may be more than there are.
+func size(n uint64) int64 { return int64(min(n, math.MaxInt64)) }
 
 func (c *libvirtConn) CreateVolume(ctx context.Context, pool, xml string) error {
 	_, err := fetch(ctx, c, func() (libvirt.StorageVol, error) {
