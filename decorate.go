@@ -20,7 +20,14 @@ type decorator struct {
 
 // open dials. The deadline covers the whole way to a usable session.
 func (d *decorator) open(ctx context.Context) (*session, error) {
-	conn, err := observe(ctx, d, OpDial, nil, d.next.Dial)
+	var opened Conn
+	conn, err := observe(ctx, d, OpDial, func() traffic { return trafficOf(opened) }, func(ctx context.Context) (Conn, error) {
+		c, err := d.next.Dial(ctx)
+		if err == nil {
+			opened = c
+		}
+		return c, err
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -36,24 +43,25 @@ type session struct {
 
 var _ Conn = (*session)(nil)
 
-// observe runs one call under the decorator's deadline.
-func observe[T any](ctx context.Context, d *decorator, op Op, conn Conn, call func(context.Context) (T, error)) (T, error) {
+// observe runs one call under the decorator's deadline. moved tells what its connection has carried so far.
+func observe[T any](
+	ctx context.Context, d *decorator, op Op, moved func() traffic, call func(context.Context) (T, error),
+) (T, error) {
 	ctx, cancel := context.WithTimeout(ctx, d.timeout)
 	defer cancel()
-	return observeUnbounded(ctx, d, op, conn, call)
+	return observeUnbounded(ctx, d, op, moved, call)
 }
 
-// observeUnbounded runs one call that may take as long as its caller's context: a transfer. conn is nil for a dial.
-func observeUnbounded[T any](ctx context.Context, d *decorator, op Op, conn Conn, call func(context.Context) (T, error)) (T, error) {
-	start, before := time.Now(), trafficOf(conn)
+// observeUnbounded runs one call that may take as long as its caller's context: a transfer.
+func observeUnbounded[T any](
+	ctx context.Context, d *decorator, op Op, moved func() traffic, call func(context.Context) (T, error),
+) (T, error) {
+	start, before := time.Now(), moved()
 	v, err := call(ctx)
 	took := time.Since(start)
 	err = classify(op, d.host, err)
 	if d.watch != nil {
-		after := trafficOf(conn)
-		if conn == nil {
-			after = trafficOf(v)
-		}
+		after := moved()
 		d.watch.CallObserved(CallEvent{
 			Host: d.host, Op: op, Duration: took, Err: err,
 			BytesSent: after.sent - before.sent, BytesReceived: after.received - before.received,
@@ -69,7 +77,7 @@ func observeUnbounded[T any](ctx context.Context, d *decorator, op Op, conn Conn
 
 // ask runs a call that returns a value, tell one that does not.
 func ask[T any](ctx context.Context, s *session, op Op, call func(context.Context) (T, error)) (T, error) {
-	v, err := observe(ctx, s.d, op, s.conn, call)
+	v, err := observe(ctx, s.d, op, s.traffic, call)
 	s.note(err)
 	return v, err
 }
@@ -80,7 +88,7 @@ func (s *session) tell(ctx context.Context, op Op, call func(context.Context) er
 }
 
 func (s *session) transfer(ctx context.Context, op Op, call func(context.Context) error) error {
-	_, err := observeUnbounded(ctx, s.d, op, s.conn, func(ctx context.Context) (struct{}, error) { return struct{}{}, call(ctx) })
+	_, err := observeUnbounded(ctx, s.d, op, s.traffic, func(ctx context.Context) (struct{}, error) { return struct{}{}, call(ctx) })
 	s.note(err)
 	return err
 }
@@ -94,6 +102,8 @@ func (s *session) note(err error) {
 		s.broken = true
 	}
 }
+
+func (s *session) traffic() traffic { return trafficOf(s.conn) }
 
 func (s *session) Close() error { return s.conn.Close() }
 

@@ -38,7 +38,11 @@ func (d *libvirtDialer) Dial(ctx context.Context) (Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return openLibvirt(ctx, raw, d.uri.driver)
+	c, err := openLibvirt(ctx, raw, d.uri.driver)
+	if err != nil {
+		return nil, err // and not a Conn that holds no connection
+	}
+	return c, nil
 }
 
 func (d *libvirtDialer) connect(ctx context.Context) (net.Conn, error) {

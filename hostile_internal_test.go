@@ -23,14 +23,24 @@ func rpcFrame(length, program, procedure, typ, serial, status uint32, payload []
 // rpcPeer is a daemon that lets a client log in and then misbehaves.
 type rpcPeer struct{ net.Conn }
 
-// call reads the next call and returns its procedure and serial.
-func (p rpcPeer) call() (procedure, serial uint32, err error) {
+// rpcHead is what a peer looks at of a frame.
+type rpcHead struct{ procedure, typ, serial, status uint32 }
+
+// frame reads the next frame and drops its payload.
+func (p rpcPeer) frame() (rpcHead, error) {
 	head := make([]byte, 28)
 	if _, err := io.ReadFull(p, head); err != nil {
-		return 0, 0, err
+		return rpcHead{}, err
 	}
-	_, err = io.CopyN(io.Discard, p, int64(binary.BigEndian.Uint32(head))-28)
-	return binary.BigEndian.Uint32(head[12:]), binary.BigEndian.Uint32(head[20:]), err
+	_, err := io.CopyN(io.Discard, p, int64(binary.BigEndian.Uint32(head))-28)
+	word := func(i int) uint32 { return binary.BigEndian.Uint32(head[4*i:]) }
+	return rpcHead{procedure: word(3), typ: word(4), serial: word(5), status: word(6)}, err
+}
+
+// call reads the next call and returns its procedure and serial.
+func (p rpcPeer) call() (procedure, serial uint32, err error) {
+	head, err := p.frame()
+	return head.procedure, head.serial, err
 }
 
 func (p rpcPeer) reply(procedure, serial uint32, payload []byte) {

@@ -32,7 +32,7 @@ func WithObserver(o Observer) Option { return func(opts *options) { opts.observe
 type traffic struct{ sent, received uint64 }
 
 // trafficOf is zero for a Conn that does not count, and for none.
-func trafficOf(conn any) traffic {
+func trafficOf(conn Conn) traffic {
 	c, ok := conn.(interface{ traffic() traffic })
 	if !ok {
 		return traffic{}

@@ -536,7 +536,7 @@ func TestSession_CallsEndAtTheTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := (&stubDialer{}).decorator(io.Discard)
 		start := time.Now()
-		_, err := observe(t.Context(), d, OpPoolLookup, nil, func(ctx context.Context) (int, error) {
+		_, err := observe(t.Context(), d, OpPoolLookup, (&session{}).traffic, func(ctx context.Context) (int, error) {
 			<-ctx.Done()
 			return 0, ctx.Err()
 		})

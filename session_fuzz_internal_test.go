@@ -26,6 +26,7 @@ const (
 	rpcPoolXML        = 88
 	rpcVolumeXML      = 99
 	rpcLibVersion     = 157
+	rpcVolumeUpload   = 208
 	rpcVolumeDownload = 209
 	rpcDomainState    = 212
 	rpcMetadata       = 265
