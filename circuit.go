@@ -44,17 +44,30 @@ func (c *circuit) open(ctx context.Context) (*session, error) {
 			c.abandon(seen) // the dialer panicked
 		}
 	}()
+	start := time.Now()
 	s, err := c.dial(ctx)
 	concluded = true
 	switch {
 	case err == nil:
 		c.succeed()
 		return s, nil
-	case ctx.Err() != nil:
-		c.abandon(seen) // the caller gave up, which says nothing about the host
+	case ClassOf(err) == ClassTransient && gaveUpEarly(ctx, time.Since(start)):
+		c.abandon(seen)
 		return nil, err
 	}
 	return nil, c.fail(seen, err)
+}
+
+// dialPatience is how long a dial may take until a caller's deadline that ends it speaks against the host. Without it
+// a frozen host would keep every caller whose deadline is shorter than the dial's.
+const dialPatience = 5 * time.Second
+
+// gaveUpEarly reports whether a caller ended a dial in a way that says nothing about the host.
+func gaveUpEarly(ctx context.Context, took time.Duration) bool {
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		return took < dialPatience
+	}
+	return ctx.Err() != nil
 }
 
 // admit returns how many failures there were when the dial began, or the error that is given instead of a dial.
@@ -64,15 +77,14 @@ func (c *circuit) admit() (int, error) {
 	if c.failures == 0 {
 		return 0, nil
 	}
-	wait := time.Until(c.next)
-	if c.probing {
-		wait = max(wait, 0)
-	} else if wait <= 0 {
+	wait, next := time.Until(c.next), "being tried now"
+	if wait > 0 {
+		next = "next try in " + wait.Round(time.Millisecond).String()
+	} else if !c.probing {
 		c.probing = true
 		return c.failures, nil
 	}
-	cause := fmt.Errorf("no connection since %s, next try in %s: %w",
-		c.since.UTC().Format(time.RFC3339), wait.Round(time.Millisecond), c.last)
+	cause := fmt.Errorf("no connection since %s, %s: %w", c.since.UTC().Format(time.RFC3339), next, c.last)
 	return 0, &Error{Class: ClassOf(c.last), Err: cause, after: wait}
 }
 

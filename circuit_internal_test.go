@@ -211,6 +211,88 @@ func TestCircuit_CallerThatGivesUpSaysNothingOfTheHost(t *testing.T) {
 	})
 }
 
+func TestCircuit_FrozenHostCountsAgainstShorterDeadlinesToo(t *testing.T) {
+	withDeadline := func(ctx context.Context) (context.Context, context.CancelFunc) {
+		return context.WithTimeout(ctx, dialPatience)
+	}
+	tests := []struct {
+		name  string
+		limit func(context.Context) (context.Context, context.CancelFunc)
+		dials int
+		why   string
+	}{
+		{name: "deadline", limit: withDeadline, dials: 1},
+		{
+			name: "soon", dials: 2, why: "a second says nothing about a host",
+			limit: func(ctx context.Context) (context.Context, context.CancelFunc) {
+				return context.WithTimeout(ctx, time.Second)
+			},
+		},
+		{
+			name: "cancelled", dials: 2, why: "whoever cancels has a reason of his own",
+			limit: func(ctx context.Context) (context.Context, context.CancelFunc) {
+				ctx, cancel := context.WithCancel(ctx)
+				time.AfterFunc(2*dialPatience, cancel)
+				return ctx, cancel
+			},
+		},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				d := &gatedDialer{answer: hang}
+				c := d.circuit()
+				for range 2 {
+					ctx, cancel := tt.limit(t.Context())
+					if _, err := c.open(ctx); ClassOf(err) != ClassTransient {
+						t.Errorf("open() = %v (%s), want Transient", err, ClassOf(err))
+					}
+					cancel()
+				}
+				if n := d.count(); n != tt.dials {
+					t.Errorf("%d dials, want %d; %s", n, tt.dials, tt.why)
+				}
+			})
+		})
+	}
+}
+
+func TestCircuit_RefusalCountsThoughTheCallerGaveUp(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := &gatedDialer{answer: func(ctx context.Context) (Conn, error) {
+			<-ctx.Done()
+			return nil, &sshdial.AuthError{}
+		}}
+		c := d.circuit()
+		for range 100 {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+			_, _ = c.open(ctx)
+			cancel()
+		}
+		if n := d.count(); n != 1 {
+			t.Errorf("a refused credential was tried %d times", n)
+		}
+	})
+}
+
+func TestCircuit_SaysWhenAnotherCallIsTrying(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := &gatedDialer{answer: refuse(errors.New("connection refused"))}
+		c := d.circuit()
+		_, _ = c.open(t.Context())
+		d.set(hang)
+		time.Sleep(dialDelayTransient)
+		var wg sync.WaitGroup
+		wg.Go(func() { _, _ = c.open(t.Context()) })
+		synctest.Wait()
+		_, err := c.open(t.Context())
+		if err == nil || !strings.Contains(err.Error(), "being tried now: kvm-1: dial: connection refused") {
+			t.Errorf("open() = %v", err)
+		}
+		wg.Wait()
+	})
+}
+
 func TestPool_CloseEndsWaiting(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := &gatedDialer{answer: hang}
@@ -303,6 +385,50 @@ func TestPool_FrozenHostIsNoticedAndDialedAnew(t *testing.T) {
 		}
 		if len(conns) != 3 || conns[0].closed.Load() != 1 || conns[1].closed.Load() != 1 {
 			t.Errorf("%d connections; the frozen ones must be closed, and a third opened", len(conns))
+		}
+	})
+}
+
+func TestPool_CallerThatGivesUpLeavesTheOtherConnections(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var conns []*pingConn
+		d := &gatedDialer{answer: func(context.Context) (Conn, error) {
+			conns = append(conns, &pingConn{})
+			return conns[len(conns)-1], nil
+		}}
+		p := newConnPool(d.circuit().open, 4, time.Minute)
+		defer p.close()
+		err := p.with(t.Context(), func(Conn) error { return p.with(t.Context(), func(Conn) error { return nil }) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(pingAfter)
+		conns[0].frozen = true // put back last, so asked first
+		ctx, cancel := context.WithTimeout(t.Context(), pingTimeout/2)
+		defer cancel()
+		err = p.with(ctx, func(Conn) error { return nil })
+		if !errors.Is(err, context.DeadlineExceeded) || ClassOf(err) != ClassTransient {
+			t.Errorf("with() = %v (%s), want the caller's deadline", err, ClassOf(err))
+		}
+		if conns[0].closed.Load() != 1 || conns[1].closed.Load() != 0 || d.count() != 2 {
+			t.Errorf("closed: %d and %d, dials: %d; want the one closed that was asked, the other kept, none dialed",
+				conns[0].closed.Load(), conns[1].closed.Load(), d.count())
+		}
+	})
+}
+
+// A timer that fired while the free sessions were dropped comes late, when there may be another.
+func TestPool_HasOneTimer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := (&stubDialer{}).pool(1, time.Minute)
+		defer p.close()
+		if err := p.with(t.Context(), func(Conn) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+		other := p.timer
+		p.expire()
+		if other.Stop() {
+			t.Error("two timers run")
 		}
 	})
 }

@@ -93,6 +93,12 @@ func (p *connPool) reuseOrOpen(ctx context.Context) (*session, error) {
 			return free.session, nil
 		}
 		_ = free.Close()
+		if p.ctx.Err() != nil {
+			return nil, errPoolClosed()
+		}
+		if err := ctx.Err(); err != nil { // the caller gave up, which says nothing about the others
+			return nil, transient(nil, "asking whether the host still answers: %w", err)
+		}
 		p.dropFree() // what froze one has frozen the others, and asking each would take long
 	}
 }
@@ -162,7 +168,10 @@ func (p *connPool) expire() {
 	for len(p.free) > 0 && now.Sub(p.free[0].since) >= p.idle {
 		old, p.free = append(old, p.free[0]), p.free[1:]
 	}
-	p.timer = nil
+	if p.timer != nil {
+		p.timer.Stop() // another one, if what was free went while this waited for the lock
+		p.timer = nil
+	}
 	if len(p.free) > 0 && !p.closed {
 		p.timer = time.AfterFunc(p.idle-now.Sub(p.free[0].since), p.expire)
 	}
