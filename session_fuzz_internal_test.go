@@ -202,7 +202,7 @@ func sessionSeeds() []sessionSeed {
 	str, zeros := xdrString, func(n int) string { return strings.Repeat("\x00", n) }
 	domain := str("d") + "\x01" + zeros(15) + xdrInt(1)
 	pool := xdrInt(2) + zeros(24)
-	host := func(memory string, capabilities string) script {
+	host := func(memory, capabilities string) script {
 		return script{}.entry(rpcHostname, sayString, "h").entry(rpcLibVersion, sayReply, zeros(8)).
 			entry(rpcGetVersion, sayReply, zeros(8)).entry(rpcCapabilities, sayString, capabilities).
 			entry(rpcNodeInfo, sayReply, zeros(128)+memory+xdrInt(huge, 1, 1, 1, 1, 1))
