@@ -26,8 +26,9 @@ import (
 
 // sshd is an OpenSSH server of a test's own, which lets root in with one key.
 type sshd struct {
-	port                    int
-	keyFile, knownHostsFile string
+	port                            int
+	keyFile, knownHostsFile, config string
+	cmd                             *exec.Cmd // nil while it is stopped
 }
 
 // startSSHD runs a server that ends with the test. Its configuration gets the lines.
@@ -35,25 +36,36 @@ func startSSHD(t *testing.T, lines ...string) *sshd {
 	t.Helper()
 	dir := t.TempDir()
 	host, user := newKeyFile(t, filepath.Join(dir, "host")), newKeyFile(t, filepath.Join(dir, "user"))
-	s := &sshd{port: freePort(t), keyFile: filepath.Join(dir, "user"), knownHostsFile: filepath.Join(dir, "known_hosts")}
-	authorized, config := filepath.Join(dir, "authorized_keys"), filepath.Join(dir, "sshd_config")
+	s := &sshd{port: freePort(t), keyFile: filepath.Join(dir, "user"), knownHostsFile: filepath.Join(dir, "known_hosts"), config: filepath.Join(dir, "sshd_config")}
+	authorized := filepath.Join(dir, "authorized_keys")
 	writeFiles(t, map[string]string{
 		authorized:       string(ssh.MarshalAuthorizedKey(user.PublicKey())),
 		s.knownHostsFile: fmt.Sprintf("[127.0.0.1]:%d %s", s.port, ssh.MarshalAuthorizedKey(host.PublicKey())),
-		config: strings.Join(append([]string{
+		s.config: strings.Join(append([]string{
 			fmt.Sprintf("ListenAddress 127.0.0.1:%d", s.port), "HostKey " + filepath.Join(dir, "host"), "AuthorizedKeysFile " + authorized,
 			"PidFile none", "StrictModes no", "UsePAM no", "PermitRootLogin prohibit-password", "PasswordAuthentication no", "UseDNS no",
 		}, lines...), "\n") + "\n",
 	})
+	s.start(t)
+	return s
+}
+
+// start runs a server that is stopped.
+func (s *sshd) start(t *testing.T) {
+	t.Helper()
 	var log bytes.Buffer
-	cmd := exec.Command("/usr/sbin/sshd", "-D", "-e", "-f", config)
+	cmd := exec.Command("/usr/sbin/sshd", "-D", "-e", "-f", s.config)
 	cmd.Stderr = &log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+	s.cmd = cmd
 	t.Cleanup(func() {
-		_ = cmd.Process.Signal(syscall.SIGTERM)
-		_ = cmd.Wait()
+		if s.cmd == cmd {
+			s.cmd = nil
+			_ = cmd.Process.Signal(syscall.SIGTERM)
+			_ = cmd.Wait()
+		}
 		if t.Failed() {
 			t.Logf("sshd:\n%s", log.String())
 		}
@@ -65,7 +77,6 @@ func startSSHD(t *testing.T, lines ...string) *sshd {
 		}
 		return err == nil
 	})
-	return s
 }
 
 func (s *sshd) addr() string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(s.port)) }
