@@ -29,6 +29,7 @@ type sshd struct {
 	port                            int
 	keyFile, knownHostsFile, config string
 	cmd                             *exec.Cmd // nil while it is stopped
+	log                             bytes.Buffer
 }
 
 // startSSHD runs a server that ends with the test. Its configuration gets the lines.
@@ -46,6 +47,15 @@ func startSSHD(t *testing.T, lines ...string) *sshd {
 			"PidFile none", "StrictModes no", "UsePAM no", "PermitRootLogin prohibit-password", "PasswordAuthentication no", "UseDNS no",
 		}, lines...), "\n") + "\n",
 	})
+	t.Cleanup(func() {
+		if s.cmd != nil {
+			_ = s.cmd.Process.Signal(syscall.SIGTERM)
+			_ = s.cmd.Wait()
+		}
+		if t.Failed() {
+			t.Logf("sshd:\n%s", s.log.String())
+		}
+	})
 	s.start(t)
 	return s
 }
@@ -53,23 +63,12 @@ func startSSHD(t *testing.T, lines ...string) *sshd {
 // start runs a server that is stopped.
 func (s *sshd) start(t *testing.T) {
 	t.Helper()
-	var log bytes.Buffer
 	cmd := exec.Command("/usr/sbin/sshd", "-D", "-e", "-f", s.config)
-	cmd.Stderr = &log
+	cmd.Stderr = &s.log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
 	s.cmd = cmd
-	t.Cleanup(func() {
-		if s.cmd == cmd {
-			s.cmd = nil
-			_ = cmd.Process.Signal(syscall.SIGTERM)
-			_ = cmd.Wait()
-		}
-		if t.Failed() {
-			t.Logf("sshd:\n%s", log.String())
-		}
-	})
 	poll(t, 20*time.Second, func() bool {
 		conn, err := net.Dial("tcp", s.addr())
 		if err == nil {
