@@ -319,3 +319,160 @@ func TestRealHost_SSHDRestartIsSurvived(t *testing.T) {
 	}
 	t.Logf("%d polls, the server was killed %d times between two and %d times in the middle of one; %d Transient errors", u.polls, u.betweenPolls, u.duringPolls, u.transient)
 }
+
+// storm is a number of machines that are created and deleted over and over while something goes wrong with the host.
+type storm struct {
+	creations, deletions, stopped, transient atomic.Int64
+	over                                     chan struct{} // closed when no machine is to be created any more
+}
+
+// completed is how many creations and deletions have come to their end.
+func (s *storm) completed() int64 { return s.creations.Load() + s.deletions.Load() + s.stopped.Load() }
+
+// machine creates and deletes a machine until the storm is over, and leaves it deleted. A libvirtd that cannot get back to
+// an emulator ends it. The machine is then stopped for good, and to replace it is up to the controller.
+func (s *storm) machine(ctx context.Context, p *kvm2.Provider, spec kvm2.Spec) error {
+	var id string
+	for {
+		end := &s.creations
+		err := s.until(ctx, func() (bool, error) {
+			m, err := p.Create(ctx, spec)
+			if err == nil && id == "" {
+				id = m.ID
+			}
+			if err == nil && (m.ID != id || id == "") {
+				return false, fmt.Errorf("the machine's ID is %q, was %q", m.ID, id)
+			}
+			if m.State == kvm2.StateStopped || m.State == kvm2.StateFailed {
+				end = &s.stopped
+				return true, err
+			}
+			return m.State == kvm2.StateRunning, err
+		})
+		if err != nil {
+			return fmt.Errorf("creating %q: %w", spec.Name, err)
+		}
+		end.Add(1)
+		if err := s.until(ctx, func() (bool, error) { return true, p.Delete(ctx, id) }); err != nil {
+			return fmt.Errorf("deleting %q: %w", spec.Name, err)
+		}
+		s.deletions.Add(1)
+		select {
+		case <-s.over:
+			return nil
+		default:
+		}
+	}
+}
+
+// until polls until step is done, past Transient errors.
+func (s *storm) until(ctx context.Context, step func() (bool, error)) error {
+	tick := time.NewTicker(often)
+	defer tick.Stop()
+	for {
+		done, err := step()
+		switch {
+		case err == nil && done:
+			return nil
+		case err == nil:
+		case kvm2.ClassOf(err) == kvm2.ClassTransient:
+			s.transient.Add(1)
+		default:
+			return err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w", ctx.Err(), err)
+		}
+	}
+}
+
+func TestRealHost_DaemonKilledTwentyTimes(t *testing.T) {
+	const (
+		scope    = "kvm2-it-storm"
+		kills    = 20
+		machines = 6
+	)
+	h := withOwnPool(t, testhost.Require(t), scope)
+	image := tinyImage(t, idleSector)
+	t.Cleanup(func() { command(t, "internal/testhost/testhost.sh", "up") }) // also when the test failed between kill and start
+	providers := []*kvm2.Provider{realProvider(t, h, h.UnixURI, scope), realProvider(t, h, h.SSHURI, scope)}
+
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	s := &storm{over: make(chan struct{})}
+	var all sync.WaitGroup
+	defer all.Wait()
+	defer cancel() // a test that fails below ends the machines' polling too
+	var names []string
+	for i := range machines {
+		spec := tinySpec(image, fmt.Sprintf("web-%d", i))
+		spec.Disks = nil
+		names = append(names, scope+"-"+spec.Name)
+		all.Go(func() {
+			if err := s.machine(ctx, providers[i%len(providers)], spec); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	start := time.Now()
+	for range kills {
+		before := s.completed() // one end between two kills: the other machines are then anywhere on their way
+		poll(t, time.Minute, func() bool { return s.completed() > before || t.Failed() })
+		killDaemon(t, h)
+		command(t, "internal/testhost/testhost.sh", "up")
+		wantOnlyDomains(t, scope, names)
+	}
+	close(s.over)
+	all.Wait()
+	t.Logf("%d kills in %s: %d creations, %d machines that libvirtd ended, %d deletions, %d Transient errors",
+		kills, time.Since(start).Round(time.Second), s.creations.Load(), s.stopped.Load(), s.deletions.Load(), s.transient.Load())
+
+	if s.creations.Load() < kills/2 {
+		t.Errorf("%d creations in %d kills, so the test has shown little", s.creations.Load(), kills)
+	}
+	if left := domainsOf(t, scope); len(left) != 0 {
+		t.Errorf("domains left: %q", left)
+	}
+	if left := emulatorsOf(scope); len(left) != 0 {
+		t.Errorf("emulators left: %q", left)
+	}
+	for _, v := range volumesOf(t, h.Pool, scope) {
+		if !strings.HasPrefix(v, scope+"-image-") {
+			t.Errorf("volume %q is left", v)
+		}
+	}
+	wantImageOnHost(t, h, scope, image)
+}
+
+// wantOnlyDomains checks that no machine has two domains or two emulators, and that there are no others.
+func wantOnlyDomains(t *testing.T, scope string, names []string) {
+	t.Helper()
+	for what, found := range map[string][]string{"domain": domainsOf(t, scope), "emulator": emulatorsOf(scope)} {
+		seen := make(map[string]bool)
+		for _, name := range found {
+			if seen[name] || !slices.Contains(names, name) {
+				t.Errorf("%s of %q is one too many", what, name)
+			}
+			seen[name] = true
+		}
+	}
+}
+
+// emulatorsOf are the names of the machines of a scope of which an emulator runs, once for each.
+func emulatorsOf(scope string) []string {
+	paths, _ := filepath.Glob("/proc/[0-9]*/cmdline") // the pattern is good
+	var found []string
+	for _, path := range paths {
+		cmdline, err := os.ReadFile(path)
+		if err != nil {
+			continue // it has ended
+		}
+		if _, rest, ok := strings.Cut(string(cmdline), "guest="+scope+"-"); ok {
+			name, _, _ := strings.Cut(rest, ",")
+			found = append(found, scope+"-"+name)
+		}
+	}
+	return found
+}
