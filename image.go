@@ -55,6 +55,12 @@ func imageOfVolume(scope, volume string) (imageName, bool) {
 	return newImageName(scope, checksum), true
 }
 
+// imageOfData says which image of the scope the volume holds the bytes of.
+func imageOfData(scope, volume string) (imageName, bool) {
+	name, ok := imageOfVolume(scope, volume)
+	return name, ok && name.isAttempt(volume)
+}
+
 // baseImage is a published image, or a volume that is used in place, as root disks need it.
 type baseImage struct {
 	name        imageName // of a published image

@@ -17,14 +17,15 @@ func (p *Provider) list(ctx context.Context, conn Conn) ([]Machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	machines, err := p.listed(domains, volumes)
+	owners := p.ownersOf(volumes)
+	machines, err := p.listed(domains, owners)
 	if err != nil {
 		return nil, err
 	}
 	if err := p.addLeases(ctx, conn, machines); err != nil {
 		return nil, err
 	}
-	out := p.orphans(volumes, domains)
+	out := p.orphans(owners, domains)
 	for _, l := range machines {
 		out = append(out, l.Machine)
 	}
@@ -40,13 +41,7 @@ type listedMachine struct {
 
 // listed are the machines that have a domain. A domain that has a machine's UUID and volumes, or its name, but not its
 // metadata is an error: the list would not be whole without it.
-func (p *Provider) listed(domains []Domain, volumes []string) ([]listedMachine, error) {
-	owns := map[UUID]bool{}
-	for _, name := range volumes {
-		if uuid, ok := machineOfVolume(p.cfg.Scope, name); ok {
-			owns[uuid] = true
-		}
-	}
+func (p *Provider) listed(domains []Domain, owners map[UUID]bool) ([]listedMachine, error) {
 	var out []listedMachine
 	for _, d := range domains {
 		md, err := guard(p.cfg.Scope, d)
@@ -54,24 +49,33 @@ func (p *Provider) listed(domains []Domain, volumes []string) ([]listedMachine, 
 			out = append(out, listedMachine{machineOf(p.id(d.UUID), d, md), md})
 			continue
 		}
-		if owns[d.UUID] || foreignInScope(p.cfg.Scope, d, err) {
+		if owners[d.UUID] || foreignInScope(p.cfg.Scope, d, err) {
 			return nil, err
 		}
 	}
 	return out, nil
 }
 
-// orphans are the machines that have volumes but no domain.
-func (p *Provider) orphans(volumes []string, domains []Domain) []Machine {
+// ownersOf are the machines of the scope that have volumes.
+func (p *Provider) ownersOf(volumes []string) map[UUID]bool {
+	owners := map[UUID]bool{}
+	for _, name := range volumes {
+		if uuid, ok := machineOfVolume(p.cfg.Scope, name); ok {
+			owners[uuid] = true
+		}
+	}
+	return owners
+}
+
+// orphans are the machines that have volumes but no domain, in no order.
+func (p *Provider) orphans(owners map[UUID]bool, domains []Domain) []Machine {
 	seen := map[UUID]bool{}
 	for _, d := range domains {
 		seen[d.UUID] = true
 	}
 	out := []Machine{}
-	for _, name := range volumes {
-		uuid, ok := machineOfVolume(p.cfg.Scope, name)
-		if ok && !seen[uuid] {
-			seen[uuid] = true
+	for uuid := range owners {
+		if !seen[uuid] {
 			out = append(out, Machine{ID: p.id(uuid), UUID: uuid, State: StateCreating, Addresses: []Address{}})
 		}
 	}

@@ -464,18 +464,7 @@ func TestRace_PruningLosesNoBase(t *testing.T) {
 
 // pollPatiently polls until the job is done, also where another process's transfer has to be waited for.
 func pollPatiently(ctx context.Context, w *sweepWorld, p *kvm2.Provider, job func(context.Context, *sweepWorld, *kvm2.Provider) (bool, error)) error {
-	var err error
-	for range 600 {
-		var done bool
-		if done, err = job(ctx, w, p); done {
-			return nil
-		}
-		if kvm2.ClassOf(err) == kvm2.ClassPermanent {
-			return fmt.Errorf("polling ended: %w", err)
-		}
-		time.Sleep(time.Second)
-	}
-	return fmt.Errorf("not done after 10 minutes: %w", err)
+	return pollUpTo(ctx, 600, time.Second, w, p, job)
 }
 
 // pruneUntil prunes again and again until the channel is closed, and returns how many volumes it removed.

@@ -78,8 +78,12 @@ func shuffleCalls(h *fake.Host, seed uint64) {
 
 // pollOn polls until the job is done. It runs beside the test's own goroutine, so it returns what goes wrong.
 func pollOn(ctx context.Context, w *sweepWorld, p *kvm2.Provider, job func(context.Context, *sweepWorld, *kvm2.Provider) (bool, error)) error {
+	return pollUpTo(ctx, 100, time.Millisecond, w, p, job)
+}
+
+func pollUpTo(ctx context.Context, polls int, wait time.Duration, w *sweepWorld, p *kvm2.Provider, job func(context.Context, *sweepWorld, *kvm2.Provider) (bool, error)) error {
 	var err error
-	for range 100 {
+	for range polls {
 		var done bool
 		if done, err = job(ctx, w, p); done {
 			return nil
@@ -87,9 +91,9 @@ func pollOn(ctx context.Context, w *sweepWorld, p *kvm2.Provider, job func(conte
 		if kvm2.ClassOf(err) == kvm2.ClassPermanent {
 			return fmt.Errorf("polling ended: %w", err)
 		}
-		time.Sleep(time.Millisecond)
+		time.Sleep(wait)
 	}
-	return fmt.Errorf("not done after 100 polls: %w", err)
+	return fmt.Errorf("not done after %d polls: %w", polls, err)
 }
 
 func TestRace_TwoCreationsOfOneMachineMakeOne(t *testing.T) {

@@ -44,7 +44,7 @@ func (c *creation) checksum(ctx context.Context) (string, *ImageProgress, error)
 	if err != nil && ClassOf(err) != ClassNotFound {
 		return "", nil, err
 	}
-	if name, ok := imageOfVolume(c.cfg.Scope, root.backingName()); ok && name.isAttempt(root.backingName()) {
+	if name, ok := imageOfData(c.cfg.Scope, root.backingName()); ok {
 		return name.checksum, nil, nil
 	}
 	return c.images.resolve(image)
@@ -79,8 +79,8 @@ func (c *creation) makeRoot(ctx context.Context, base baseImage) error {
 
 // isBase reports whether a volume is one that root disks of this Spec stand on, whichever build it was begun with.
 func (c *creation) isBase(volume string) bool {
-	name, ok := imageOfVolume(c.cfg.Scope, volume)
-	return ok && name.isAttempt(volume) || volume != "" && volume == c.plan.spec.Image.Volume
+	_, ok := imageOfData(c.cfg.Scope, volume)
+	return ok || volume != "" && volume == c.plan.spec.Image.Volume
 }
 
 // still makes sure that what a root disk was just made on is still there; errBaseGone when an image has gone.
